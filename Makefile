@@ -1,0 +1,37 @@
+# Two commands set everything up on a machine with only Python (3.11 or later), make and git:
+#   make demo    see it work          make test    run the tests
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: demo test lint format bench clean
+.DEFAULT_GOAL := demo
+
+demo: $(READY)
+	$(BIN)/cannikin plan examples/clusters/three-kinds.toml --batch 1024
+
+test: $(READY)
+	$(BIN)/pytest -n 2
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks
+
+# constraints.txt pins what was tested. torch==2.13.0 in it also keeps pip from choosing a newer build that brings
+# several gigabytes of CUDA packages.
+$(READY): constraints.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[torch,dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

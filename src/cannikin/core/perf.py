@@ -1,0 +1,242 @@
+"""How long a step takes on a cluster of unlike ranks (paper, section 3.2, in its general per-bucket form).
+
+Legend, rank i of n, bucket j of J, local batch b:
+
+    a_i(b) = max(F, s + q b)     forward and optimizer step
+    P_i(b) = max(F', m + k b)    backward
+    gamma_ij                     share of backward after which bucket j is ready; the last bucket's is 1
+    C_j                          tail: all-reduce of bucket j and of every later one
+    T = max over i, j of  a_i(b_i) + gamma_ij P_i(b_i) + C_j
+
+The paper keeps the first and the last bucket only: gamma, C_1 = T_o + T_u and C_2 = T_u (`Cluster.two_point`). So every
+rank's time is the largest of a few lines alpha + beta b with beta >= 0, which is all that the split needs to know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from cannikin.core.records import NO_MAX, FloatArray, IntArray
+from cannikin.errors import InvalidInputError
+
+__all__ = ["Cluster", "Curve", "ring_factor", "step_time"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Curve:
+    """A duration as a function of the local batch, one entry a rank: max(floor_s, fixed_s + per_sample_s * b).
+
+    A floor is what kernel launches set on a small batch; 0 means none.
+
+    Example:
+        >>> Curve(fixed_s=[0.5], per_sample_s=[0.25], floor_s=[2.0]).at([[1], [8]]).ravel().tolist()
+        [2.0, 2.5]
+    """
+
+    fixed_s: FloatArray
+    per_sample_s: FloatArray
+    floor_s: FloatArray
+
+    def __init__(
+        self, *, fixed_s: npt.ArrayLike, per_sample_s: npt.ArrayLike, floor_s: npt.ArrayLike | None = None
+    ) -> None:
+        fixed = np.atleast_1d(np.asarray(fixed_s, dtype=np.float64))
+        for name, value in (("fixed_s", fixed), ("per_sample_s", per_sample_s), ("floor_s", floor_s)):
+            array = np.zeros_like(fixed) if value is None else np.atleast_1d(np.asarray(value, dtype=np.float64))
+            if array.shape != fixed.shape or array.ndim != 1:
+                raise InvalidInputError(f"{name} has shape {array.shape}, fixed_s has {fixed.shape}: give one a rank")
+            if not (np.isfinite(array) & (array >= 0)).all():
+                raise InvalidInputError(f"{name}={array.tolist()}: times must be finite and not negative")
+            object.__setattr__(self, name, array)
+
+    def at(self, local_batches: npt.ArrayLike) -> FloatArray:
+        """The duration at these local batches, seconds; the last axis is the rank."""
+        line = self.fixed_s + self.per_sample_s * np.asarray(local_batches, dtype=np.float64)
+        floored: FloatArray = np.maximum(self.floor_s, line)
+        return floored
+
+    def take(self, ranks: IntArray) -> Curve:
+        """The curves of these ranks only."""
+        return Curve(fixed_s=self.fixed_s[ranks], per_sample_s=self.per_sample_s[ranks], floor_s=self.floor_s[ranks])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Cluster:
+    """The performance model of a whole cluster.
+
+    Args:
+        forward: a_i, forward and optimizer.
+        backward: P_i.
+        gammas: share of backward after which each bucket is ready, [n, J], or [J] for one share on all ranks.
+        tails_s: C_j, seconds, [J], not increasing.
+        min_batch, max_batch: bounds on each local batch, samples, [n]; 1 and none where left out.
+        names: one a rank, for people; `rank0`, `rank1`, ... where left out.
+    """
+
+    forward: Curve
+    backward: Curve
+    gammas: FloatArray
+    tails_s: FloatArray
+    min_batch: IntArray
+    max_batch: IntArray
+    names: tuple[str, ...]
+
+    def __init__(
+        self,
+        *,
+        forward: Curve,
+        backward: Curve,
+        gammas: npt.ArrayLike,
+        tails_s: npt.ArrayLike,
+        min_batch: npt.ArrayLike | None = None,
+        max_batch: npt.ArrayLike | None = None,
+        names: Sequence[str] | None = None,
+    ) -> None:
+        n = len(forward.fixed_s)
+        tails = np.asarray(tails_s, dtype=np.float64)
+        shares = np.asarray(gammas, dtype=np.float64)
+        _check_buckets(shares, tails, n)
+        low = np.ones(n, dtype=np.int64) if min_batch is None else np.asarray(min_batch, dtype=np.int64)
+        high = np.full(n, NO_MAX, dtype=np.int64) if max_batch is None else np.asarray(max_batch, dtype=np.int64)
+        labels = tuple(names) if names is not None else tuple(f"rank{i}" for i in range(n))
+        for name, size in (
+            ("backward", len(backward.fixed_s)),
+            ("min_batch", len(low)),
+            ("max_batch", len(high)),
+            ("names", len(labels)),
+        ):
+            if size != n:
+                raise InvalidInputError(f"{name} describes {size} ranks, forward describes {n}")
+        if (low < 1).any() or (high < low).any() or (high > NO_MAX).any():
+            raise InvalidInputError(
+                f"min_batch={low.tolist()}, max_batch={high.tolist()}: need 1 <= min_batch <= max_batch on every rank"
+            )
+        values = (forward, backward, np.broadcast_to(shares, (n, len(tails))), tails, low, high, labels)
+        for name, value in zip(self.__dataclass_fields__, values, strict=True):
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def two_point(
+        cls,
+        *,
+        forward: Curve,
+        backward: Curve,
+        gamma: float,
+        overlapped_s: float,
+        last_s: float,
+        min_batch: npt.ArrayLike | None = None,
+        max_batch: npt.ArrayLike | None = None,
+        names: Sequence[str] | None = None,
+    ) -> Cluster:
+        """The paper's form: T = max_i max(a_i + P_i + T_u, a_i + gamma P_i + T_o + T_u).
+
+        Args:
+            forward, backward, min_batch, max_batch, names: as in `Cluster`.
+            gamma: share of backward before the first bucket is ready, 0 to 1.
+            overlapped_s: T_o, all-reduce of every bucket but the last.
+            last_s: T_u, all-reduce of the last bucket.
+        """
+        return cls(
+            forward=forward,
+            backward=backward,
+            gammas=[gamma, 1.0],
+            tails_s=[overlapped_s + last_s, last_s],
+            min_batch=min_batch,
+            max_batch=max_batch,
+            names=names,
+        )
+
+    @property
+    def num_ranks(self) -> int:
+        """n."""
+        return len(self.forward.fixed_s)
+
+    def without(self, rank: int) -> Cluster:
+        """The cluster after one rank has left, its ring all-reduce one rank shorter (`ring_factor`)."""
+        if self.num_ranks == 1:
+            raise InvalidInputError(f"{self.names[0]!r} is the only rank: nothing would be left")
+        rest = np.delete(np.arange(self.num_ranks), rank)
+        return replace(
+            self,
+            forward=self.forward.take(rest),
+            backward=self.backward.take(rest),
+            gammas=self.gammas[rest],
+            tails_s=self.tails_s * ring_factor(self.num_ranks, self.num_ranks - 1),
+            min_batch=self.min_batch[rest],
+            max_batch=self.max_batch[rest],
+            names=tuple(name for i, name in enumerate(self.names) if i != rank),
+        )
+
+    def lines(self) -> tuple[FloatArray, FloatArray]:
+        """Intercepts and slopes of every line a + gamma P + C of every rank, each [L, n]."""
+        starts = _choices(self.forward)
+        works = _choices(self.backward)
+        alphas, betas = [], []
+        for j, tail in enumerate(self.tails_s):
+            share = self.gammas[:, j]
+            for start_alpha, start_beta in starts:
+                for work_alpha, work_beta in works:
+                    alphas.append(start_alpha + share * work_alpha + tail)
+                    betas.append(start_beta + share * work_beta)
+        return np.stack(alphas), np.stack(betas)
+
+    def bucket_times(self, local_batches: npt.ArrayLike) -> FloatArray:
+        """a_i + gamma_ij P_i + C_j, seconds, [n, J]."""
+        before, backward = self.forward.at(local_batches), self.backward.at(local_batches)
+        return before[:, None] + self.gammas * backward[:, None] + self.tails_s
+
+
+def _choices(curve: Curve) -> list[tuple[FloatArray, FloatArray]]:
+    """Intercepts and slopes of the lines whose maximum is the curve: the sloped one, and a flat one for the floor."""
+    sloped = (curve.fixed_s, curve.per_sample_s)
+    # No floor is a floor of 0, which lies below every sloped line.
+    return [sloped, (curve.floor_s, np.zeros_like(curve.floor_s))] if curve.floor_s.any() else [sloped]
+
+
+def _check_buckets(gammas: FloatArray, tails_s: FloatArray, num_ranks: int) -> None:
+    """Refuse shares and tails that no run of buckets can have."""
+    if tails_s.ndim != 1 or not tails_s.size or gammas.shape not in ((len(tails_s),), (num_ranks, len(tails_s))):
+        raise InvalidInputError(f"gammas have shape {gammas.shape}, tails_s {tails_s.shape}: give one of each a bucket")
+    if not ((gammas >= 0) & (gammas <= 1)).all() or not (gammas[..., -1] == 1).all():
+        raise InvalidInputError(
+            f"gammas={gammas.tolist()}: shares of backward lie in 0 to 1 and the last bucket's is 1"
+        )
+    if not (np.isfinite(tails_s) & (tails_s >= 0)).all() or (np.diff(tails_s) > 0).any():
+        raise InvalidInputError(f"tails_s={tails_s.tolist()}: must be finite, not negative and not increasing")
+
+
+def ring_factor(num_ranks: int, new_num_ranks: int) -> float:
+    """How a ring all-reduce's bandwidth time changes with the number of ranks: it goes as (n - 1)/n.
+
+    Example:
+        >>> ring_factor(3, 2)
+        0.75
+    """
+    if num_ranks < 2:
+        return 1.0
+    return (new_num_ranks - 1) / new_num_ranks * num_ranks / (num_ranks - 1)
+
+
+def step_time(cluster: Cluster, local_batches: npt.ArrayLike) -> float:
+    """Seconds that one step takes when rank i has `local_batches[i]` samples.
+
+        T = max over i, j of  a_i(b_i) + gamma_ij P_i(b_i) + C_j
+
+    Args:
+        cluster: the performance model.
+        local_batches: b_i, whole or not, [n].
+
+    Example:
+        >>> curve = Curve(fixed_s=[1.0, 1.0], per_sample_s=[0.25, 0.5])
+        >>> pair = Cluster.two_point(forward=curve, backward=curve, gamma=0.25, overlapped_s=2.0, last_s=1.0)
+        >>> step_time(pair, [8, 4])
+        7.0
+    """
+    batches = np.asarray(local_batches, dtype=np.float64)
+    if batches.shape != (cluster.num_ranks,):
+        raise InvalidInputError(f"{batches.size} local batches for {cluster.num_ranks} ranks: give one a rank")
+    return float(cluster.bucket_times(batches).max())

@@ -1,0 +1,197 @@
+"""The values that cross the border between the planners and whatever drives them (the runtime or the simulator).
+
+Legend: S steps of a window, n ranks, J gradient buckets. Times are seconds on the measuring rank's own clock: only
+durations are ever compared between ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from cannikin.errors import InvalidInputError
+
+__all__ = ["BoolArray", "FloatArray", "IntArray", "Job", "Plan", "Planner", "Split", "StepWindow"]
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+NO_MAX = 2**53
+"""Stands for "no upper bound" on a local batch: the largest whole number below which every float is exact."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """How a total batch is divided over the ranks, or why it cannot be.
+
+    `local_batches` and `bottlenecks` are empty and `step_s` is infinite where there is none; `reason` then says why.
+    """
+
+    local_batches: tuple[int, ...]
+    step_s: float
+    bottlenecks: tuple[str, ...]
+    reason: str
+
+    @property
+    def feasible(self) -> bool:
+        """Whether there is a split at all."""
+        return bool(self.local_batches)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What every rank does from step `first_step` on, until the next plan.
+
+    `predicted_step_s` is None while no model is known. `phase` is one word for logs, `reason` one sentence for people.
+    """
+
+    first_step: int
+    total_batch: int
+    local_batches: tuple[int, ...]
+    micro_batches: tuple[int, ...]
+    predicted_step_s: float | None
+    phase: str
+    reason: str
+
+    def __post_init__(self) -> None:
+        if sum(self.local_batches) != self.total_batch:
+            raise InvalidInputError(
+                f"local_batches={self.local_batches} sum to {sum(self.local_batches)}, not {self.total_batch}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a planner may choose from: the ranks, their bounds and the range of total batches.
+
+    Args:
+        num_ranks: n.
+        batch_size: the total batch at the start, B0.
+        max_batch_size: the largest total batch; `None` keeps the total at `batch_size`.
+        min_local, max_local: bounds on each local batch, one pair for all ranks or one a rank.
+        num_samples: length of an epoch in samples, for planners that plan once an epoch; `None` where unknown.
+    """
+
+    num_ranks: int
+    batch_size: int
+    max_batch_size: int | None = None
+    min_local: int | tuple[int, ...] = 1
+    max_local: int | tuple[int, ...] = NO_MAX
+    num_samples: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1:
+            raise InvalidInputError(f"num_ranks={self.num_ranks}: a job needs at least 1 rank")
+        lo, hi = self.bounds
+        if (lo < 1).any() or (hi < lo).any():
+            raise InvalidInputError(
+                f"min_local={self.min_local}, max_local={self.max_local}: need 1 <= min_local <= max_local"
+            )
+        if not lo.sum() <= self.batch_size <= hi.sum():
+            raise InvalidInputError(
+                f"batch_size={self.batch_size} is outside what the {self.num_ranks} ranks can hold, "
+                f"{lo.sum()} to {hi.sum()}: change batch_size or the local bounds"
+            )
+        if self.max_batch_size is not None and self.max_batch_size < self.batch_size:
+            raise InvalidInputError(
+                f"max_batch_size={self.max_batch_size} is below batch_size={self.batch_size}: raise it or leave it out"
+            )
+
+    @property
+    def bounds(self) -> tuple[IntArray, IntArray]:
+        """Lower and upper bound of each rank's local batch."""
+        lo, hi = (np.asarray(bound, dtype=np.int64) for bound in (self.min_local, self.max_local))
+        for bound in (lo, hi):
+            if bound.shape not in ((), (self.num_ranks,)):
+                raise InvalidInputError(
+                    f"{bound.size} local bounds for {self.num_ranks} ranks: give one, or one a rank"
+                )
+        return np.broadcast_to(lo, self.num_ranks).copy(), np.broadcast_to(hi, self.num_ranks).copy()
+
+    @property
+    def largest_total(self) -> int:
+        """The largest total batch allowed by `max_batch_size` and the upper bounds together."""
+        _, hi = self.bounds
+        return int(min(self.max_batch_size or self.batch_size, hi.sum()))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepWindow:
+    """What was measured in S consecutive steps, on all ranks.
+
+    Args:
+        first_step: number of the first of these steps.
+        local_batches: b_i, samples, [S, n].
+        before_s: a_i, optimizer step and forward (from the last all-reduce's end to the start of backward), [S, n].
+        ready_s: moment each bucket was ready, after this rank's start of backward, [S, n, J]; the last is P_i.
+        done_s: moment each bucket's all-reduce was done, on the same clock, [S, n, J].
+        local_sqnorm: |g_i|^2, [S, n]; NaN where it was not taken.
+        global_sqnorm: |g|^2, [S]; NaN where it was not taken.
+        valid: whether this rank's measurement of this step counts, [S, n].
+    """
+
+    first_step: int
+    local_batches: IntArray
+    before_s: FloatArray
+    ready_s: FloatArray
+    done_s: FloatArray
+    local_sqnorm: FloatArray
+    global_sqnorm: FloatArray
+    valid: BoolArray = field(default_factory=lambda: np.ones((0, 0), dtype=np.bool_))
+
+    def __post_init__(self) -> None:
+        if self.valid.size == 0 and self.local_batches.size:
+            object.__setattr__(self, "valid", np.ones(self.local_batches.shape, dtype=np.bool_))
+        steps, ranks = self.local_batches.shape
+        for name, want in (
+            ("before_s", (steps, ranks)),
+            ("ready_s", (steps, ranks, self.num_buckets)),
+            ("done_s", (steps, ranks, self.num_buckets)),
+            ("local_sqnorm", (steps, ranks)),
+            ("global_sqnorm", (steps,)),
+            ("valid", (steps, ranks)),
+        ):
+            shape = getattr(self, name).shape
+            if shape != want:
+                raise InvalidInputError(f"{name} has shape {shape}, the window's other arrays ask for {want}")
+
+    @property
+    def num_steps(self) -> int:
+        """S."""
+        return int(self.local_batches.shape[0])
+
+    @property
+    def num_ranks(self) -> int:
+        """n."""
+        return int(self.local_batches.shape[1])
+
+    @property
+    def num_buckets(self) -> int:
+        """J."""
+        return int(self.ready_s.shape[-1])
+
+    @property
+    def step_s(self) -> FloatArray:
+        """Each rank's own view of each step's duration, a_i to the last all-reduce, [S, n]."""
+        last_done_s: FloatArray = self.done_s.max(axis=-1)
+        return self.before_s + last_done_s
+
+
+class Planner(Protocol):
+    """Turns measured windows into plans; never looks at a clock, a GPU or a file."""
+
+    def observe(self, window: StepWindow) -> None:
+        """Learn from one window."""
+
+    def plan(self, step: int) -> Plan:
+        """The plan in force from `step` on, given what has been observed."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything learned, as plain numbers, strings, lists and dicts."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned."""

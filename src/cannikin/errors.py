@@ -1,0 +1,23 @@
+"""The exceptions of cannikin: one tree, so that `except CannikinError` catches whatever we raise on purpose.
+
+A message says what was wrong (with the value), the limit or reason, and what to do. Bad arguments are `ValueError`s as
+well, so code that knows nothing of cannikin handles them as it handles numpy's or torch's.
+"""
+
+__all__ = ["CannikinError", "ClusterFileError", "InvalidInputError", "StateError"]
+
+
+class CannikinError(Exception):
+    """Base of everything cannikin raises on purpose."""
+
+
+class InvalidInputError(CannikinError, ValueError):
+    """An argument is malformed or impossible."""
+
+
+class ClusterFileError(InvalidInputError):
+    """A cluster file is unreadable, malformed or impossible; the message names file, key and limit."""
+
+
+class StateError(InvalidInputError):
+    """A saved state does not fit the object it is loaded into."""
