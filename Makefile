@@ -24,7 +24,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 bench: $(READY)
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks $(ONLY)
 
 # constraints.txt pins what was tested. torch==2.13.0 in it also keeps pip from choosing a newer build that brings
 # several gigabytes of CUDA packages.

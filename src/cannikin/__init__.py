@@ -1,5 +1,61 @@
-"""cannikin: data-parallel PyTorch training at the best speed a cluster of unlike GPUs can give."""
+"""cannikin: data-parallel PyTorch training at the best speed a cluster of unlike GPUs can give.
+
+Names resolve on first use (PEP 562), so `import cannikin` is quick and never imports torch, installed or not.
+"""
+
+from typing import TYPE_CHECKING, Any
 
 from cannikin._version import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from cannikin.cluster_file import load_cluster
+    from cannikin.core.noise import NoiseEstimate, noise_scale
+    from cannikin.core.noise_tracker import NoiseTracker
+    from cannikin.core.perf import Cluster, Curve, step_time
+    from cannikin.core.records import Split
+    from cannikin.core.split import optimal_split
+
+__all__ = [
+    "Cluster",
+    "Curve",
+    "NoiseEstimate",
+    "NoiseTracker",
+    "Split",
+    "__version__",
+    "load_cluster",
+    "noise_scale",
+    "optimal_split",
+    "step_time",
+]
+
+# Public name -> the module that has it.
+_HOMES = {
+    "Cluster": "cannikin.core.perf",
+    "Curve": "cannikin.core.perf",
+    "NoiseEstimate": "cannikin.core.noise",
+    "NoiseTracker": "cannikin.core.noise_tracker",
+    "Split": "cannikin.core.records",
+    "load_cluster": "cannikin.cluster_file",
+    "noise_scale": "cannikin.core.noise",
+    "optimal_split": "cannikin.core.split",
+    "step_time": "cannikin.core.perf",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'cannikin' has no attribute {name!r}")
+    from importlib import import_module
+
+    try:
+        value = getattr(import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "torch":
+            raise
+        raise ImportError(f"cannikin.{name} needs PyTorch: pip install 'cannikin[torch]'", name="torch") from error
+    globals()[name] = value  # the next access does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -4,7 +4,15 @@ A message says what was wrong (with the value), the limit or reason, and what to
 well, so code that knows nothing of cannikin handles them as it handles numpy's or torch's.
 """
 
-__all__ = ["CannikinError", "ClusterFileError", "InvalidInputError", "StateError"]
+__all__ = [
+    "BatchMatchError",
+    "CannikinError",
+    "ClusterFileError",
+    "DisagreementError",
+    "InvalidInputError",
+    "RunLogError",
+    "StateError",
+]
 
 
 class CannikinError(Exception):
@@ -19,5 +27,17 @@ class ClusterFileError(InvalidInputError):
     """A cluster file is unreadable, malformed or impossible; the message names file, key and limit."""
 
 
+class RunLogError(InvalidInputError):
+    """A run log is missing, is not one, has another version, or belongs to another run; the message names the file."""
+
+
 class StateError(InvalidInputError):
     """A saved state does not fit the object it is loaded into."""
+
+
+class DisagreementError(InvalidInputError):
+    """Ranks of one job were given different settings; raised on every one of them."""
+
+
+class BatchMatchError(CannikinError, RuntimeError):
+    """A forward pass cannot be matched to a batch that the loader handed out."""

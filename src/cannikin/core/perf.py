@@ -44,9 +44,9 @@ class Curve:
     def __init__(
         self, *, fixed_s: npt.ArrayLike, per_sample_s: npt.ArrayLike, floor_s: npt.ArrayLike | None = None
     ) -> None:
-        fixed = np.atleast_1d(np.asarray(fixed_s, dtype=np.float64))
+        fixed = np.atleast_1d(np.asarray(fixed_s, dtype=np.float64))  # only for its shape: values are copied below
         for name, value in (("fixed_s", fixed), ("per_sample_s", per_sample_s), ("floor_s", floor_s)):
-            array = np.zeros_like(fixed) if value is None else np.atleast_1d(np.asarray(value, dtype=np.float64))
+            array = np.zeros_like(fixed) if value is None else np.atleast_1d(np.array(value, dtype=np.float64))
             if array.shape != fixed.shape or array.ndim != 1:
                 raise InvalidInputError(f"{name} has shape {array.shape}, fixed_s has {fixed.shape}: give one a rank")
             if not (np.isfinite(array) & (array >= 0)).all():
@@ -97,11 +97,13 @@ class Cluster:
         names: Sequence[str] | None = None,
     ) -> None:
         n = len(forward.fixed_s)
-        tails = np.asarray(tails_s, dtype=np.float64)
-        shares = np.asarray(gammas, dtype=np.float64)
+        if n == 0:
+            raise InvalidInputError("forward describes 0 ranks: a cluster needs at least 1")
+        tails = np.array(tails_s, dtype=np.float64)
+        shares = np.array(gammas, dtype=np.float64)
         _check_buckets(shares, tails, n)
-        low = np.ones(n, dtype=np.int64) if min_batch is None else np.asarray(min_batch, dtype=np.int64)
-        high = np.full(n, NO_MAX, dtype=np.int64) if max_batch is None else np.asarray(max_batch, dtype=np.int64)
+        low = _whole_per_rank("min_batch", [1] * n if min_batch is None else min_batch)
+        high = _whole_per_rank("max_batch", [NO_MAX] * n if max_batch is None else max_batch)
         labels = tuple(names) if names is not None else tuple(f"rank{i}" for i in range(n))
         for name, size in (
             ("backward", len(backward.fixed_s)),
@@ -111,7 +113,7 @@ class Cluster:
         ):
             if size != n:
                 raise InvalidInputError(f"{name} describes {size} ranks, forward describes {n}")
-        if (low < 1).any() or (high < low).any() or (high > NO_MAX).any():
+        if (low < 1).any() or (high < low).any():
             raise InvalidInputError(
                 f"min_batch={low.tolist()}, max_batch={high.tolist()}: need 1 <= min_batch <= max_batch on every rank"
             )
@@ -173,21 +175,19 @@ class Cluster:
 
     def lines(self) -> tuple[FloatArray, FloatArray]:
         """Intercepts and slopes of every line a + gamma P + C of every rank, each [L, n]."""
-        starts = _choices(self.forward)
-        works = _choices(self.backward)
+        shares, tails_s = self.gammas.T, self.tails_s[:, None]
         alphas, betas = [], []
-        for j, tail in enumerate(self.tails_s):
-            share = self.gammas[:, j]
-            for start_alpha, start_beta in starts:
-                for work_alpha, work_beta in works:
-                    alphas.append(start_alpha + share * work_alpha + tail)
-                    betas.append(start_beta + share * work_beta)
-        return np.stack(alphas), np.stack(betas)
+        for start_alpha, start_beta in _choices(self.forward):
+            for work_alpha, work_beta in _choices(self.backward):
+                alphas.append(start_alpha + shares * work_alpha + tails_s)
+                betas.append(start_beta + shares * work_beta)
+        return np.concatenate(alphas), np.concatenate(betas)
 
     def bucket_times(self, local_batches: npt.ArrayLike) -> FloatArray:
         """a_i + gamma_ij P_i + C_j, seconds, [n, J]."""
         before, backward = self.forward.at(local_batches), self.backward.at(local_batches)
-        return before[:, None] + self.gammas * backward[:, None] + self.tails_s
+        # Bucket by bucket in memory: maxima over a few buckets of many ranks are then quick.
+        return (before + self.gammas.T * backward + self.tails_s[:, None]).T
 
 
 def _choices(curve: Curve) -> list[tuple[FloatArray, FloatArray]]:
@@ -195,6 +195,14 @@ def _choices(curve: Curve) -> list[tuple[FloatArray, FloatArray]]:
     sloped = (curve.fixed_s, curve.per_sample_s)
     # No floor is a floor of 0, which lies below every sloped line.
     return [sloped, (curve.floor_s, np.zeros_like(curve.floor_s))] if curve.floor_s.any() else [sloped]
+
+
+def _whole_per_rank(name: str, values: npt.ArrayLike) -> IntArray:
+    """Bounds as whole numbers, refusing what numpy would quietly cut down to them."""
+    numbers = np.asarray(values, dtype=np.float64)
+    if numbers.ndim != 1 or not ((np.abs(numbers) <= NO_MAX) & (numbers == np.floor(numbers))).all():
+        raise InvalidInputError(f"{name}={numbers.tolist()}: give one whole number a rank, at most {NO_MAX}")
+    return numbers.astype(np.int64)
 
 
 def _check_buckets(gammas: FloatArray, tails_s: FloatArray, num_ranks: int) -> None:

@@ -6,8 +6,9 @@ where t_i is the largest of rank i's lines alpha + beta b (`perf`). The paper ca
 dimension. For a trial T the most rank i can take is b_i(T) = clip(min (T - alpha)/beta, lo_i, hi_i), and lo_i while T
 is below its flat line. b_i(T) changes its slope at a few known times only, so the smallest T whose batches sum to B
 lies between two neighbours among all ranks' sorted times, and the sum is linear there. Whole numbers: every further
-sample has a finish time t_i(b_i + 1); handing the missing ones out in the order of finish time (then the smaller
-batch, then the lower rank) is optimal for a min-max of increasing functions. Cost O(n L log(n L)), L lines a rank.
+sample has a finish time t_i(b_i + 1); handing the missing ones out in the order of finish time is optimal for a min-max
+of increasing functions. Ties go to the smaller batch, then to one kind of rank, whatever the order of the ranks, then
+to the lower rank. Cost O(n L log(n L)), L lines a rank.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cannikin.core.perf import Cluster
-from cannikin.core.records import FloatArray, IntArray, Split
+from cannikin.core.records import NO_MAX, FloatArray, IntArray, Split
 from cannikin.errors import InvalidInputError
 
 __all__ = ["SplitSolver", "drop_candidate", "optimal_split"]
@@ -24,6 +25,9 @@ __all__ = ["SplitSolver", "drop_candidate", "optimal_split"]
 # Finish times closer than this, relative, count as one: the search finds T up to rounding, and the batches must not
 # depend on the order in which the ranks were summed.
 _TIE = 1e-12
+
+_LABELS = np.array(["compute", "communication", "floor", "min_batch", "max_batch"], dtype=object)
+_COMPUTE, _COMMUNICATION, _FLOOR, _MIN_BATCH, _MAX_BATCH = range(5)
 
 
 class SplitSolver:
@@ -33,22 +37,30 @@ class SplitSolver:
         self.cluster = cluster
         self.low = cluster.min_batch.astype(np.float64)
         self.high = cluster.max_batch.astype(np.float64)
-        self._alphas, self._betas = _envelope(*cluster.lines(), self.low, self.high)
+        alphas, betas = cluster.lines()
+        # A slope whose whole rise is below the line's last digit is none; its inverse would be out of all proportion.
+        betas[betas * self.high <= np.maximum(1e-16 * alphas, 1e-280)] = 0.0
+        self._alphas, self._betas = _envelope(alphas, betas, self.low, self.high)
         # A flat line never limits the batch, it only delays it: below its height the rank stays at its lower bound.
         # As a sloped line it becomes one that any T > -1 s reaches at once.
-        flat = self._betas == 0
-        self._flat_s = np.where(flat, self._alphas, -np.inf).max(axis=0)
-        self._any_flat = bool(flat.any())
-        self._zeros = np.where(flat, -1.0, self._alphas)
-        self._inverse = np.divide(1.0, self._betas, out=np.full_like(self._betas, np.inf), where=~flat)
+        self._flat = self._betas == 0
+        self._any_flat = bool(self._flat.any())
+        if self._any_flat:
+            self._flat_s = np.where(self._flat, self._alphas, -np.inf).max(axis=0)
+            self._zeros = np.where(self._flat, -1.0, self._alphas)
+            self._inverse = np.divide(1.0, self._betas, out=np.full_like(self._betas, np.inf), where=~self._flat)
+        else:
+            self._zeros, self._inverse = self._alphas, 1.0 / self._betas
         self._low_s = self.finish_s(self.low)
-        self._times = np.sort(np.concatenate([self._low_s, self.finish_s(self.high), *self._kink_times()]))
+        self._times, self._filled, self._rates = self._events()
 
-    def finish_s(self, batches: npt.NDArray[np.float64 | np.int64]) -> FloatArray:
-        """t_i(b_i) of every rank, seconds."""
-        finish: FloatArray = self._alphas[0] + self._betas[0] * batches
-        for alpha, beta in zip(self._alphas[1:], self._betas[1:], strict=True):
-            np.maximum(finish, alpha + beta * batches, out=finish)
+    def finish_s(self, batches: npt.NDArray[np.float64 | np.int64], ranks: IntArray | None = None) -> FloatArray:
+        """t_i(b_i) of every rank, or of these, seconds."""
+        finish: FloatArray | None = None
+        for alpha, beta in zip(self._alphas, self._betas, strict=True):
+            line = alpha + beta * batches if ranks is None else alpha[ranks] + beta[ranks] * batches
+            finish = line if finish is None else np.maximum(finish, line, out=finish)
+        assert finish is not None
         return finish
 
     def batches_at(self, step_s: npt.ArrayLike, *, before: bool = False) -> FloatArray:
@@ -74,32 +86,78 @@ class SplitSolver:
 
     def split(self, total_batch: int) -> Split:
         """The optimum in whole numbers, or the reason why there is none."""
-        lowest, highest = int(self.cluster.min_batch.sum()), int(self.cluster.max_batch.sum())
-        if total_batch != int(total_batch):
+        lowest, highest = int(self.low.sum()), int(self.high.sum())  # in floats: 1,024 x NO_MAX overflows whole numbers
+        if not float(total_batch).is_integer():
             raise InvalidInputError(f"total_batch={total_batch} is not a whole number")
         if not lowest <= total_batch <= highest:
-            return Split(local_batches=(), step_s=np.inf, bottlenecks=(), reason=_infeasible(self.cluster, total_batch))
+            return Split(local_batches=(), step_s=np.inf, bottlenecks=(), reason=self._infeasible(total_batch))
         batches, reached_s = self._whole(int(total_batch))
-        step_s = float(self.finish_s(batches).max())
-        kinds = self._bottlenecks(batches, step_s, reached_s)
+        finish_s = self.finish_s(batches)
+        slowest = int(finish_s.argmax())
+        kinds = self._bottlenecks(batches, finish_s, reached_s)
         return Split(
             local_batches=tuple(batches.tolist()),
-            step_s=step_s,
+            step_s=float(finish_s[slowest]),
             bottlenecks=kinds,
-            reason=_describe(self.cluster, batches, kinds),
+            reason=f"{self.cluster.names[slowest]} finishes last with {batches[slowest]} samples ({kinds[slowest]})",
         )
 
-    def _kink_times(self) -> list[FloatArray]:
-        """Times at which a rank passes from one line of its envelope to the next."""
-        kinks = []
-        for k in range(len(self._alphas) - 1):
+    def _events(self) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Times at which some b_i(T) changes its slope; with no flat line, also the sum of all b_i there, its slope."""
+        times, gains = [self._low_s], [self._inverse[0]]
+        for k in range(len(self._betas) - 1):
             rise = self._betas[k + 1] - self._betas[k]
             at = np.divide(self._alphas[k] - self._alphas[k + 1], rise, out=self.low.copy(), where=rise > 0)
-            kinks.append(self.finish_s(np.minimum(np.maximum(at, self.low), self.high)))
-        return kinks
+            times.append(self.finish_s(np.minimum(np.maximum(at, self.low), self.high)))
+            if not self._any_flat:
+                gains.append(self._inverse[k + 1] - self._inverse[k])
+        full_s, slowing, capped = self.finish_s(self.high), -self._inverse[-1], self.high < NO_MAX
+        if not capped.all():  # nobody hands out NO_MAX samples: one time stands for all ranks without an upper bound
+            times.append(full_s[~capped].min(keepdims=True))
+            gains.append(np.zeros(1))
+            full_s, slowing = full_s[capped], slowing[capped]
+        every_s = np.concatenate([*times, full_s])
+        if self._any_flat:
+            every_s.sort()
+            return every_s, np.empty(0), np.empty(0)
+        order = np.argsort(every_s)
+        every_s = every_s[order]
+        rates = np.cumsum(np.concatenate([*gains, slowing])[order])
+        filled = np.full_like(every_s, self.low.sum())
+        filled[1:] += np.cumsum(rates[:-1] * np.diff(every_s))
+        # Where every rank waits or is full the sum stands still, and its slope is what rounding left of it.
+        return every_s, np.maximum.accumulate(filled), np.where(rates > 1e-9 * rates.max(), rates, np.inf)
 
     def _reach(self, totals: FloatArray) -> FloatArray:
-        """T_r for each total: between two neighbouring times by binary search, then by the straight line there."""
+        """T_r for each total: from the last of the times that is too early, along the line that begins there."""
+        if self._any_flat:
+            return self._search(totals)
+        begin = np.maximum(np.searchsorted(self._filled, totals), 1) - 1
+        rate = self._rates[begin]
+        reached_s: FloatArray = np.asarray(self._times[begin] + (totals - self._filled[begin]) / rate)
+        for _ in range(3):
+            missing = totals - self.batches_at(reached_s).sum(axis=-1)
+            reached_s += missing / rate
+            if (np.abs(missing) <= 1e-8 + 1e-15 * totals).all():
+                return reached_s
+        return self._search(totals)  # the running sums have lost too much to rounding
+
+    def _search(self, totals: FloatArray) -> FloatArray:
+        """T_r for each total without running sums, and where some b_i(T) jumps."""
+        below, above = self._bisect(totals)
+        start_s, end_s = self._times[np.maximum(below, 0)], self._times[above]
+        start = self.batches_at(start_s).sum(axis=-1)
+        end = self.batches_at(end_s, before=True).sum(axis=-1)
+        rate = np.divide(end - start, end_s - start_s, out=np.full_like(end_s, np.inf), where=end > start)
+        reached_s = start_s + (totals - start) / rate
+        for _ in range(2):  # a nearly flat line's batch is rounded coarsely where it ends, at start_s; not beyond
+            held = np.where(reached_s < end_s, self.batches_at(reached_s).sum(axis=-1), end)  # not what jumps at end_s
+            reached_s = np.minimum(reached_s + (totals - held) / rate, end_s)
+        found: FloatArray = np.where((below >= 0) & (end >= totals), reached_s, end_s)
+        return found
+
+    def _bisect(self, totals: FloatArray) -> tuple[IntArray, IntArray]:
+        """For each total the last of the times that is too early, -1 where none is, and the one after it."""
         below = np.full(totals.shape, -1)
         above = np.full(totals.shape, len(self._times) - 1)
         while (above - below > 1).any():
@@ -107,79 +165,102 @@ class SplitSolver:
             enough = self.batches_at(self._times[middle]).sum(axis=-1) >= totals
             above = np.where(enough & (middle < above), middle, above)
             below = np.where(~enough & (middle < above), middle, below)
-        top_s = self._times[above]
-        bottom_s = self._times[np.maximum(below, 0)]
-        reached_s = (top_s + bottom_s) / 2
-        inside = (below >= 0) & (self.batches_at(top_s, before=True).sum(axis=-1) >= totals)
-        rate = self._rate(reached_s)
-        for _ in range(2):  # the second pass only removes the rounding of the first
-            missing = totals - self.batches_at(reached_s).sum(axis=-1)
-            step = np.divide(missing, rate, out=np.zeros_like(rate), where=rate > 0)
-            reached_s = np.minimum(np.maximum(reached_s + step, bottom_s), top_s)
-        found: FloatArray = np.where(inside, reached_s, top_s)
-        return found
-
-    def _rate(self, step_s: FloatArray) -> FloatArray:
-        """Samples a second that all ranks together gain with T, at a T where no rank's slope changes."""
-        time = step_s[..., None]
-        most = np.full((*step_s.shape, len(self.low)), np.inf)
-        rate = np.zeros_like(most)
-        for zero, inverse in zip(self._zeros, self._inverse, strict=True):
-            batch = (time - zero) * inverse
-            closer = batch < most
-            most, rate = np.where(closer, batch, most), np.where(closer, inverse, rate)
-        moving = (time > self._flat_s) & (most > self.low) & (most < self.high)
-        total: FloatArray = np.where(moving, rate, 0.0).sum(axis=-1)
-        return total
+        return below, above
 
     def _whole(self, total_batch: int) -> tuple[IntArray, float]:
         """Whole local batches that sum to the total, with T_r."""
-        ranks = len(self.low)
-        top = min(total_batch + ranks, int(self.cluster.max_batch.sum()))
-        reached_s, top_s = (float(t) for t in self._reach(np.array([total_batch, top], dtype=np.float64)))
-        batches = self._count(reached_s * (1 + _TIE))
+        top = min(float(total_batch + len(self.low)), self.high.sum())
+        reached_s, top_s = self._reach(np.array([total_batch, top], dtype=np.float64)).tolist()
+        batches, cap = self._count([reached_s * (1 + _TIE), top_s * (1 - _TIE)], total_batch)
         missing = total_batch - int(batches.sum())
         if missing < 0:  # flat lines: more samples finish at T_r itself than are left
-            before = self._count(reached_s * (1 - _TIE))
-            return _fill_evenly(before, batches, total_batch - int(before.sum())), reached_s
+            # Of a rank whose every time is 0 no share of T is earlier than T.
+            before = self._count(min(reached_s * (1 - _TIE), np.nextafter(reached_s, -np.inf)), total_batch)
+            return self._fill_evenly(before, batches, total_batch - int(before.sum())), reached_s
         # Rounding down lost fewer than n samples, and n more in reals make good for that at top_s; in between each
         # sample has a finish time of its own, at most 2 n of them.
-        batches = batches + self._earliest(batches, self._count(top_s * (1 - _TIE)), missing)
+        batches = self._add_earliest(batches, cap, missing)
         missing = total_batch - int(batches.sum())
         if missing:
-            batches = _fill_evenly(batches, self._count(top_s * (1 + _TIE)), missing)
+            batches = self._fill_evenly(batches, self._count(top_s * (1 + _TIE), total_batch), missing)
         return batches, reached_s
 
-    def _count(self, step_s: float) -> IntArray:
-        """The most whole samples every rank can finish by T, exactly as `finish_s` computes finish times."""
+    def _count(self, step_s: npt.ArrayLike, total_batch: int) -> IntArray:
+        """The most whole samples every rank can finish by T, exactly as `finish_s` computes finish times, [..., n].
+
+        No rank has use for more than the total, and a sum of `NO_MAX`s would overflow.
+        """
+        time = np.asarray(step_s, dtype=np.float64)[..., None]
         count = np.floor(self.batches_at(step_s))
-        count -= (self.finish_s(count) > step_s) & (count > self.low)
+        count -= (self.finish_s(count) > time) & (count > self.low)
         more = np.minimum(count + 1, self.high)
-        count = np.where(self.finish_s(more) <= step_s, more, count)
-        return count.astype(np.int64)
+        count = np.where(self.finish_s(more) <= time, more, count)
+        return np.asarray(np.minimum(count, total_batch), dtype=np.int64)
 
-    def _earliest(self, batches: IntArray, cap: IntArray, num_samples: int) -> IntArray:
-        """How many of the `num_samples` earliest finishing samples in (batches, cap] fall to each rank."""
-        room = np.maximum(cap - batches, 0)
+    def _add_earliest(self, batches: IntArray, cap: IntArray, num_samples: int) -> IntArray:
+        """Hand out the `num_samples` samples in (batches, cap] that finish earliest, then have the smallest batch."""
+        if num_samples == 0:
+            return batches
+        room: IntArray = np.maximum(cap - batches, 0)
         rank = np.repeat(np.arange(len(room)), room)
-        first = np.cumsum(room) - room
-        batch = batches[rank] + np.arange(len(rank)) - first[rank] + 1
-        # [L, candidates]: each candidate's finish time from its own rank's lines
-        finish = (self._alphas[:, rank] + self._betas[:, rank] * batch).max(axis=0)
-        order = np.lexsort((rank, batch, finish))[:num_samples]
-        given: IntArray = np.bincount(rank[order], minlength=len(room))
-        return given
+        if len(rank) <= num_samples:
+            return batches + room
+        batch = np.arange(1, len(rank) + 1) + (batches - np.cumsum(room) + room)[rank]
+        finish = self.finish_s(batch, rank)
+        cut_s = np.partition(finish, num_samples - 1)[num_samples - 1]
+        given = finish < cut_s
+        tied = np.flatnonzero(finish == cut_s)
+        missing = num_samples - int(given.sum())
+        if missing < len(tied):
+            tied = tied[np.lexsort((*self._kind_keys(rank[tied]), batch[tied]))]
+        given[tied[:missing]] = True
+        return batches + np.bincount(rank[given], minlength=len(room))
 
-    def _bottlenecks(self, batches: IntArray, step_s: float, reached_s: float) -> tuple[str, ...]:
+    def _fill_evenly(self, batches: IntArray, cap: IntArray, num_samples: int) -> IntArray:
+        """Hand out samples that all finish at one time: to the smallest batch first, up to cap."""
+        bottom, top = int(batches.min()), int(cap.max())
+        target = int(batches.sum()) + num_samples
+        while bottom < top:  # the largest level that does not hand out too many
+            level = (bottom + top + 1) // 2
+            if np.clip(level, batches, cap).sum() <= target:
+                bottom = level
+            else:
+                top = level - 1
+        filled: IntArray = np.clip(bottom, batches, cap)
+        open_ranks = np.flatnonzero((filled == bottom) & (filled < cap))
+        open_ranks = open_ranks[np.lexsort(self._kind_keys(open_ranks))]
+        filled[open_ranks[: target - int(filled.sum())]] += 1
+        return filled
+
+    def _kind_keys(self, ranks: IntArray) -> tuple[FloatArray, ...]:
+        """Sort keys that put ranks of one kind together, so that the numbering of ranks decides only within a kind."""
+        return (*self._alphas[:, ranks], *self._betas[:, ranks], self.low[ranks], self.high[ranks])
+
+    def _bottlenecks(self, batches: IntArray, finish_s: FloatArray, reached_s: float) -> tuple[str, ...]:
         """What keeps each rank from finishing earlier or taking more."""
         cluster = self.cluster
         times = cluster.bucket_times(batches)
         last_bucket = times[:, -1] >= times.max(axis=1)
-        floored = cluster.backward.floor_s > cluster.backward.fixed_s + cluster.backward.per_sample_s * batches
-        kinds = np.where(last_bucket, np.where(floored, "floor", "compute"), "communication").astype(object)
-        kinds[(batches == cluster.max_batch) & (self.finish_s(batches + 1) <= step_s)] = "max_batch"
-        kinds[(batches == cluster.min_batch) & (self.finish_s(batches) > reached_s * (1 + _TIE))] = "min_batch"
-        return tuple(kinds.tolist())
+        kinds = np.where(last_bucket, _COMPUTE, _COMMUNICATION)
+        if cluster.backward.floor_s.any():
+            sloped_s = cluster.backward.fixed_s + cluster.backward.per_sample_s * batches
+            kinds[last_bucket & (cluster.backward.floor_s > sloped_s)] = _FLOOR
+        kinds[(batches == cluster.max_batch) & (self.finish_s(batches + 1) <= finish_s.max())] = _MAX_BATCH
+        kinds[(batches == cluster.min_batch) & (finish_s > reached_s * (1 + _TIE))] = _MIN_BATCH
+        return tuple(_LABELS[kinds].tolist())
+
+    def _infeasible(self, total_batch: int) -> str:
+        """Why the bounds cannot hold the total."""
+        ranks, lowest = self.cluster.num_ranks, int(self.low.sum())
+        if total_batch < lowest:
+            return (
+                f"total batch {total_batch} is below {lowest}, the sum of min_batch over {ranks} ranks: "
+                "raise the total or lower min_batch"
+            )
+        return (
+            f"total batch {total_batch} is above {int(self.high.sum())}, the sum of max_batch over {ranks} ranks: "
+            "lower the total or raise max_batch"
+        )
 
 
 def optimal_split(cluster: Cluster, total_batch: int) -> Split:
@@ -228,6 +309,8 @@ def _envelope(
     alphas: FloatArray, betas: FloatArray, low: FloatArray, high: FloatArray
 ) -> tuple[FloatArray, FloatArray]:
     """The lines that are the largest somewhere in [low, high], by increasing slope, [K, n]; the last one repeated."""
+    if len(alphas) == 2 and (betas[0] <= betas[1]).all():
+        return alphas, betas  # the two-point form; `_events` puts a crossing beyond the bounds at the bound
     ranks = np.arange(alphas.shape[1])
     height = alphas + betas * low
     current = _steepest(betas, height >= height.max(axis=0))
@@ -249,37 +332,3 @@ def _steepest(betas: FloatArray, among: npt.NDArray[np.bool_]) -> IntArray:
     """For each rank the line with the largest slope among those marked."""
     best: IntArray = np.where(among, betas, -1.0).argmax(axis=0)
     return best
-
-
-def _fill_evenly(batches: IntArray, cap: IntArray, num_samples: int) -> IntArray:
-    """Hand out samples that all finish at one time: to the smallest batch first, then to the lower rank, up to cap."""
-    bottom, top = int(batches.min()), int(cap.max())
-    target = int(batches.sum()) + num_samples
-    while bottom < top:  # the largest level that does not hand out too many
-        level = (bottom + top + 1) // 2
-        if np.clip(level, batches, cap).sum() <= target:
-            bottom = level
-        else:
-            top = level - 1
-    filled: IntArray = np.clip(bottom, batches, cap)
-    open_ranks = np.flatnonzero((filled == bottom) & (filled < cap))
-    filled[open_ranks[: target - int(filled.sum())]] += 1
-    return filled
-
-
-def _infeasible(cluster: Cluster, total_batch: int) -> str:
-    lowest, highest = int(cluster.min_batch.sum()), int(cluster.max_batch.sum())
-    if total_batch < lowest:
-        return (
-            f"total batch {total_batch} is below {lowest}, the sum of min_batch over {cluster.num_ranks} ranks: "
-            "raise the total or lower min_batch"
-        )
-    return (
-        f"total batch {total_batch} is above {highest}, the sum of max_batch over {cluster.num_ranks} ranks: "
-        "lower the total or raise max_batch"
-    )
-
-
-def _describe(cluster: Cluster, batches: IntArray, kinds: tuple[str, ...]) -> str:
-    slowest = int(cluster.bucket_times(batches).max(axis=1).argmax())
-    return f"{cluster.names[slowest]} finishes last with {batches[slowest]} samples ({kinds[slowest]})"

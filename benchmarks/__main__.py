@@ -1,0 +1,24 @@
+"""Run every benchmark of this package, or those named: `python -m benchmarks [name ...]`."""
+
+import importlib
+import pkgutil
+import sys
+
+import benchmarks
+
+
+def main(names: list[str]) -> int:
+    """Call `main()` of the modules named, or of all; the status says only whether the names were known."""
+    known = [module.name for module in pkgutil.iter_modules(benchmarks.__path__) if module.name not in ("__main__", "synthetic")]
+    unknown = sorted(set(names) - set(known))
+    if unknown:
+        print(f"no benchmark called {', '.join(unknown)}: choose from {', '.join(known)}", file=sys.stderr)
+        return 2
+    for name in names or known:
+        print(f"== {name}", file=sys.stderr)
+        importlib.import_module(f"benchmarks.{name}").main()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

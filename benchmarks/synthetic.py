@@ -1,0 +1,133 @@
+"""Made-up clusters with a known truth, and the noisy windows a runtime would measure on them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from cannikin.core.controller import window_steps
+from cannikin.core.perf import Cluster, Curve
+from cannikin.core.records import Plan, Planner, StepWindow
+from cannikin.core.split import optimal_split
+
+
+def random_cluster(rng: np.random.Generator, *, hard: bool = False, max_ranks: int = 16) -> tuple[Cluster, int]:
+    """A cluster over an 8x range of speeds, and a total batch for it.
+
+    Shares of the total in proportion to speed give every rank the same variable time. Measured at those shares, fixed
+    costs are up to 3 times the variable ones, the floors of 30% of the ranks (on forward and on backward) lie between
+    a third of the time and all of it, and T_o is anything up to the mean compute time. In half of these clusters one
+    rank's fixed cost alone decides the optimum, which many splits then reach; with `hard` those are drawn again.
+    """
+    while True:
+        cluster, total_batch = _draw(rng, max_ranks)
+        alone_s = cluster.bucket_times(cluster.min_batch).max()
+        if not hard or optimal_split(cluster, total_batch).step_s > 1.001 * alone_s:
+            return cluster, total_batch
+
+
+def _draw(rng: np.random.Generator, max_ranks: int) -> tuple[Cluster, int]:
+    n = int(rng.integers(2, max_ranks + 1))
+    num_buckets = int(rng.integers(2, 7))
+    speed = 2 ** rng.uniform(0, 3, n)
+    total_batch = round(n * np.exp(rng.uniform(np.log(16), np.log(256))))
+    share = total_batch * speed / speed.sum()
+    floored = rng.random(n) < 0.3
+    curves = []
+    for portion in (1 / 3, 2 / 3):
+        per_sample = 8e-3 * portion / speed
+        fixed = rng.uniform(0, 3, n) * per_sample * share
+        floor = np.where(floored, rng.uniform(1 / 3, 1, n) * (fixed + per_sample * share), 0.0)
+        curves.append(Curve(fixed_s=fixed, per_sample_s=per_sample, floor_s=floor))
+    compute_s = (curves[0].at(share) + curves[1].at(share)).mean()
+    gammas = np.sort(rng.uniform(0.1, 0.9, num_buckets))
+    gammas[-1] = 1.0
+    overlapped = rng.dirichlet(np.full(num_buckets - 1, 5.0)) * rng.uniform(0, 1) * compute_s
+    times = np.append(overlapped, rng.uniform(0.01, 0.1) * compute_s)
+    tails = times[::-1].cumsum()[::-1]
+    cluster = Cluster(forward=curves[0], backward=curves[1], gammas=gammas, tails_s=tails)
+    return cluster, total_batch
+
+
+def slowed(cluster: Cluster, rank: int, factor: float) -> Cluster:
+    """The same cluster with every time of one rank multiplied."""
+    times = np.ones(cluster.num_ranks)
+    times[rank] = factor
+    curves = [
+        Curve(fixed_s=c.fixed_s * times, per_sample_s=c.per_sample_s * times, floor_s=c.floor_s * times)
+        for c in (cluster.forward, cluster.backward)
+    ]
+    return replace(cluster, forward=curves[0], backward=curves[1])
+
+
+def measure(
+    cluster: Cluster,
+    plans: list[Plan],
+    rng: np.random.Generator,
+    *,
+    noise: float = 0.1,
+    outliers: float = 0.02,
+    first_step: int = 0,
+    sqnorms: tuple[float, float] | None = None,
+) -> StepWindow:
+    """One window, a step for each plan: every time has lognormal noise and, now and then, is 3 times as long.
+
+    With `sqnorms` = (|G|^2, tr Sigma) the squared norms are their expectations; otherwise they are NaN.
+    """
+    shape = (len(plans), cluster.num_ranks)
+
+    def jitter(*size: int) -> np.ndarray:
+        return np.exp(noise * rng.standard_normal(size)) * np.where(rng.random(size) < outliers, 3.0, 1.0)
+
+    batches = np.array([plan.local_batches for plan in plans])
+    before = cluster.forward.at(batches) * jitter(*shape)
+    backward = cluster.backward.at(batches)
+    ready = cluster.gammas * backward[..., None] * jitter(*shape, cluster.gammas.shape[1])
+    times = -np.diff(cluster.tails_s, append=0.0) * jitter(len(plans), len(cluster.tails_s))
+    moment = np.zeros(len(plans))
+    done = np.empty_like(ready)
+    for j in range(ready.shape[-1]):
+        moment = np.maximum(moment, (before + ready[..., j]).max(axis=1)) + times[:, j]
+        done[..., j] = moment[:, None] - before
+    signal, trace = sqnorms or (np.nan, np.nan)
+    return StepWindow(
+        first_step=first_step,
+        local_batches=batches,
+        before_s=before,
+        ready_s=ready,
+        done_s=done,
+        local_sqnorm=signal + trace / batches,
+        global_sqnorm=signal + trace / batches.sum(axis=1),
+    )
+
+
+class Training:
+    """Drives a planner as the runtime does: windows of steps, and plans that take effect `delay` steps after one."""
+
+    def __init__(self, planner: Planner, rng: np.random.Generator, *, delay: int = 0) -> None:
+        self.planner = planner
+        self.rng = rng
+        self.delay = delay
+        self.step = 0
+        self.plans: list[Plan] = [planner.plan(0)]
+        self._pending: list[Plan] = []
+        self._current = self.plans[0]
+
+    def run(self, cluster: Cluster, num_steps: int, **noise: Any) -> Plan:
+        """Train for whole windows, `num_steps` or a little more; the plan made last."""
+        end = self.step + num_steps
+        while self.step < end:
+            steps = [self._plan_at(self.step + s) for s in range(window_steps(self.step))]
+            self.planner.observe(measure(cluster, steps, self.rng, first_step=self.step, **noise))
+            self.step += len(steps)
+            plan = self.planner.plan(self.step + self.delay)
+            self._pending.append(replace(plan, first_step=self.step + self.delay))
+            self.plans.append(plan)
+        return self.plans[-1]
+
+    def _plan_at(self, step: int) -> Plan:
+        while self._pending and self._pending[0].first_step <= step:
+            self._current = self._pending.pop(0)
+        return self._current

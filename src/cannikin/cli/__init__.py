@@ -1,0 +1,82 @@
+"""The `cannikin` command: one file a verb, imported only when that verb is used.
+
+Whatever goes wrong on purpose ends in one line on stderr: exit status 2 for bad input, 1 where the output could not be
+written.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import Any, NoReturn
+
+import click
+
+from cannikin._version import __version__
+from cannikin.errors import CannikinError
+
+__all__ = ["main"]
+
+# Verb -> its line in `cannikin --help`. The verb's module has it as `command`.
+_VERBS = {
+    "plan": "The best split of a total batch over a cluster's ranks.",
+}
+
+
+class _Verbs(click.Group):
+    """A group whose verbs are imported when used and whose errors are one line each."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _VERBS:
+            return None
+        command: click.Command = import_module(f"cannikin.cli.{cmd_name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):  # from the table: help imports no verb
+            formatter.write_dl(list(_VERBS.items()))
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run, and exit with the status; never returns."""
+        kwargs["standalone_mode"] = False
+        try:
+            status = super().main(*args, **kwargs)
+        except click.ClickException as error:
+            _fail(_usage_message(error), error.exit_code)
+        except click.Abort:
+            _fail("interrupted", 130)
+        except CannikinError as error:
+            _fail(str(error), 2)
+        except OSError as error:
+            _fail(f"output could not be written: {error.strerror}", 1)
+        sys.exit(status if isinstance(status, int) else 0)
+
+
+def _usage_message(error: click.ClickException) -> str:
+    """click's message, with the command whose help says more."""
+    context = getattr(error, "ctx", None)
+    hint = f" (see '{context.command_path} --help')" if context is not None else ""
+    return error.format_message().rstrip(".") + hint
+
+
+def _fail(message: str, status: int) -> NoReturn:
+    line = "".join(c if c.isprintable() else " " for c in message)
+    click.echo(f"cannikin: {line}", err=True)
+    sys.exit(status)
+
+
+@click.command(
+    "cannikin",
+    cls=_Verbs,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@click.version_option(__version__, prog_name="cannikin")
+@click.pass_context
+def main(ctx: click.Context) -> None:
+    """Data-parallel training at the best speed a cluster of unlike GPUs can give."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())

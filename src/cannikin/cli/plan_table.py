@@ -1,0 +1,206 @@
+"""What a person reads of `cannikin plan`: tables that fit 80 columns, plain text where stdout is no terminal."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+from collections.abc import Iterator
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import click
+import numpy as np
+from rich import box
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from cannikin.core.perf import Cluster
+from cannikin.core.records import Split
+from cannikin.core.split import drop_candidate, optimal_split
+
+if TYPE_CHECKING:
+    from cannikin.cli.plan import Row
+
+__all__ = ["alike", "print_range", "print_split"]
+
+# Trying to leave ranks out solves once for every kind of rank; up to here that takes a second or two at worst.
+_MAX_RANKS_TRIED = 1024
+# A smaller gain than this is not worth a sentence.
+_MIN_GAIN = 0.001
+_MIN_WIDTH = 80
+_MIN_NODE_WIDTH = 12
+# What each bottleneck means for the rank that finishes last.
+_MEANINGS = {
+    "compute": "its own forward and backward take that long",
+    "communication": "the all-reduces after its first gradients take that long",
+    "floor": "launching its kernels takes that long, whatever the batch",
+    "min_batch": "slower than the rest even with its smallest batch",
+    "max_batch": "it has its largest batch",
+}
+
+
+def print_split(heading: str, cluster: Cluster, split: Split, even_s: float | None) -> None:
+    """One row for each run of ranks that are alike, then what the split gains."""
+    total_batch = sum(split.local_batches)
+    digits = _digits(split.step_s * 1000)
+    rows = []
+    for first, last, name, batch, finish_s, kind in _runs(cluster, split):
+        ranks, node = (f"{first}", name) if first == last else (f"{first}-{last}", f"{name} x{last - first + 1}")
+        rows.append([ranks, node, f"{batch:,}", f"{batch / total_batch:.1%}", _ms(finish_s, digits), kind])
+    table = _table(
+        ["rank", "node", "local batch", "share", "time", "bottleneck"], rows, left=("rank", "node", "bottleneck")
+    )
+    _say(
+        _heading(f"{heading}: total batch {total_batch:,} on {_ranks(cluster.num_ranks)}"),
+        table,
+        _summary(cluster, split, total_batch, even_s),
+        *_advice(cluster, split, total_batch),
+    )
+
+
+def _runs(cluster: Cluster, split: Split) -> Iterator[tuple[int, int, str, int, float, str]]:
+    """First rank, last rank, name, local batch, time and bottleneck of each run of ranks that agree in all of them."""
+    finish_s = cluster.bucket_times(split.local_batches).max(axis=1).tolist()
+    ranks = zip(cluster.names, split.local_batches, finish_s, split.bottlenecks, strict=True)
+    first = 0
+    for (name, batch, time_s, kind), run in groupby(ranks):
+        length = len(list(run))
+        yield first, first + length - 1, name, batch, time_s, kind
+        first += length
+
+
+def _summary(cluster: Cluster, split: Split, total_batch: int, even_s: float | None) -> RenderableType:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_row("step time", Text(_ms(split.step_s), style="bold"))
+    last = int(cluster.bucket_times(split.local_batches).max(axis=1).argmax())
+    grid.add_row("slowest", f"rank {last} ({cluster.names[last]}): {_MEANINGS[split.bottlenecks[last]]}")
+    size = total_batch / cluster.num_ranks
+    each = f"{size:,.0f}" if size == int(size) else f"{int(size):,} or {int(size) + 1:,}"
+    if even_s is None:
+        grid.add_row("even split", f"not possible: {each} samples a rank break a min_batch or max_batch")
+    else:
+        grid.add_row("even split", f"{_ms(even_s)}, with {each} samples a rank")
+        grid.add_row("speed-up", Text(f"{even_s / split.step_s:.2f}x over the even split", style="bold green"))
+    return Padding(grid, (0, 0, 0, 1))
+
+
+def _advice(cluster: Cluster, split: Split, total_batch: int) -> Iterator[RenderableType]:
+    """A sentence where fewer ranks would be faster."""
+    found = _fewer_ranks(cluster, total_batch) if 1 < cluster.num_ranks <= _MAX_RANKS_TRIED else None
+    if found is None or found[1].step_s > split.step_s * (1 - _MIN_GAIN):
+        return
+    gone, smaller = found
+    name = cluster.names[gone[0]]
+    who = f"rank {gone[0]} ({name})" if len(gone) == 1 else f"the {len(gone)} ranks of {name}"
+    gain = 1 - smaller.step_s / split.step_s
+    hint = f" (--without {shlex.quote(name)}{f', {len(gone)} times' if len(gone) > 1 else ''})"
+    if not alike(cluster, [rank for rank, label in enumerate(cluster.names) if label == name]):
+        hint = ""
+    words = f"It would be faster without {who}: {_ms(smaller.step_s)} a step, {gain:.1%} less{hint}."
+    yield Padding(Text(words, style="yellow"), (1, 0, 0, 1))
+
+
+def _fewer_ranks(cluster: Cluster, total_batch: int) -> tuple[list[int], Split] | None:
+    """The fastest of: one rank less, or all ranks of one name less. Which ranks leave, and the split then."""
+    one = drop_candidate(cluster, total_batch)
+    best = None if one is None else ([one[0]], one[1])
+    for name in dict.fromkeys(cluster.names):
+        ranks = [rank for rank, label in enumerate(cluster.names) if label == name]
+        if not 1 < len(ranks) < cluster.num_ranks:
+            continue
+        smaller = cluster
+        for rank in reversed(ranks):
+            smaller = smaller.without(rank)
+        split = optimal_split(smaller, total_batch)
+        if split.feasible and (best is None or split.step_s < best[1].step_s):
+            best = ranks, split
+    return best
+
+
+def alike(cluster: Cluster, ranks: list[int]) -> bool:
+    """Whether these ranks have the same times and bounds."""
+    facts = np.concatenate([*cluster.lines(), [cluster.min_batch, cluster.max_batch]])[:, ranks]
+    return bool((facts == facts[:, :1]).all())
+
+
+def print_range(heading: str, cluster: Cluster, rows: list[Row], noise_scale: float | None) -> None:
+    """One row a total batch, the best one marked."""
+    best = max(rows, key=lambda row: row.merit)
+    digits = _digits(rows[0].split.step_s * 1000)
+    headers = [
+        "total batch",
+        "step time",
+        "samples/s",
+        *(["efficiency", "goodput/s"] if noise_scale is not None else []),
+    ]
+    lines = []
+    for row in rows:
+        cells = [f"{row.total_batch:,}", _ms(row.split.step_s, digits), _rate(row.throughput_per_s)]
+        if row.efficiency is not None and row.goodput_per_s is not None:
+            cells += [f"{row.efficiency:.1%}", _rate(row.goodput_per_s)]
+        lines.append([*cells, "best" if row is best else ""])
+    table = _table([*headers, ""], lines, left=("",))
+    table.rows[rows.index(best)].style = "bold green"
+    noise = "" if noise_scale is None else f", noise scale {noise_scale:,.12g}"
+    _say(_heading(f"{heading}: {_ranks(cluster.num_ranks)}{noise}"), table, *_range_notes(rows, best, noise_scale))
+
+
+def _range_notes(rows: list[Row], best: Row, noise_scale: float | None) -> Iterator[RenderableType]:
+    if noise_scale is None:
+        note = "Samples/s alone says nothing of what a sample is worth: --noise-scale adds goodput."
+    elif best is rows[-1] and len(rows) > 1:
+        note = f"The best is the end of the range: look beyond {best.total_batch:,}."
+    else:
+        note = f"Goodput/s counts samples at their worth in a batch of {rows[0].total_batch:,}."
+    yield Padding(Text(f"{note} See a row's split with --batch."), (0, 0, 0, 1))
+
+
+def _heading(text: str) -> RenderableType:
+    return Padding(Text(text, style="bold"), (0, 0, 0, 1))
+
+
+def _table(headers: list[str], rows: list[list[str]], left: tuple[str, ...]) -> Table:
+    """A table that folds long node names where it must and cuts nothing short."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for header, *cells in zip(headers, *rows, strict=True):
+        width = max(map(len, (header, *cells)))
+        width = min(width, _MIN_NODE_WIDTH) if header == "node" else width
+        table.add_column(header, justify="left" if header in left else "right", min_width=width, overflow="fold")
+    for cells in rows:
+        table.add_row(*cells)
+    return table
+
+
+def _ranks(count: int) -> str:
+    return f"{count:,} rank{'s' if count > 1 else ''}"
+
+
+def _ms(seconds: float, digits: int | None = None) -> str:
+    return f"{seconds * 1000:,.{_digits(seconds * 1000) if digits is None else digits}f} ms"
+
+
+def _digits(value: float) -> int:
+    """Decimals that show four significant figures."""
+    return min(max(3 - math.floor(math.log10(value)), 0), 15)
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.{_digits(value) if value < 1000 else 0}f}"
+
+
+def _say(*parts: RenderableType) -> None:
+    """Print for a person: colours only in a terminal, escapes for what stdout's encoding lacks."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    # A narrower terminal wraps the lines itself: better than numbers cut short.
+    unlimited = console.options.update(max_width=10_000)
+    needed = max(console.measure(part, options=unlimited).minimum for part in parts)
+    console.width = max(console.width, _MIN_WIDTH, needed)
+    with console.capture() as capture:
+        for part in parts:
+            console.print(part)
+    text = "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    click.echo(text.encode(encoding, "backslashreplace").decode(encoding), nl=False)

@@ -1,0 +1,128 @@
+"""AdaptDL's policy (Pollux, OSDI'21): an even split, and the total batch with the best goodput of equal replicas.
+
+Legend: n replicas with m = B/n samples each.
+
+    T_grad(m) = alpha + beta m        T(m) = (T_grad^p + T_sync^p)^(1/p),  1 <= p <= 10
+
+The model is AdaptDL's, fitted to the mean over ranks of what was measured: it cannot know that ranks differ, and books
+the waiting for a slow rank under T_sync. The total is chosen once an epoch; the first choice always counts, later ones
+where goodput grows by more than 5%.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cannikin.core.goodput import choose_total, total_grid
+from cannikin.core.noise_tracker import NoiseTracker
+from cannikin.core.plans import even_batches, load_plan, make_plan, save_plan
+from cannikin.core.records import FloatArray, Job, Plan, StepWindow
+
+__all__ = ["AdaptdlPlanner", "fit_replicas", "replica_times"]
+
+_EPOCH_STEPS = 100  # an epoch's length at B0 where the job does not say
+
+
+class AdaptdlPlanner:
+    """The planner behind `policy="adaptdl"`."""
+
+    def __init__(self, job: Job, *, batch_norm: bool = False) -> None:
+        self.job = job
+        self.noise = NoiseTracker(initial_batch=job.batch_size, batch_norm=batch_norm)
+        self._plan = make_plan(0, even_batches(job, job.batch_size), phase="even", reason="even split at B0")
+        self._points: dict[int, list[float]] = {}  # total batch -> [steps, sum of T_grad, sum of T]
+        self._samples = 0
+        self._epoch = 0
+        self._decided_epoch = 0
+
+    def observe(self, window: StepWindow) -> None:
+        """Add up compute and step times by total batch; the noise scale step by step."""
+        for s in np.flatnonzero(window.valid.all(axis=1)):
+            point = self._points.setdefault(int(window.local_batches[s].sum()), [0.0, 0.0, 0.0])
+            point[0] += 1
+            point[1] += float((window.before_s[s] + window.ready_s[s, :, -1]).mean())
+            point[2] += float(window.step_s[s].mean())
+            if window.num_ranks > 1 and not np.isnan(window.local_sqnorm[s]).all():
+                self.noise.update(window.local_batches[s], window.local_sqnorm[s], float(window.global_sqnorm[s]))
+        self._samples += int(window.local_batches.sum())
+        self._epoch = self._samples // (self.job.num_samples or _EPOCH_STEPS * self.job.batch_size)
+
+    def plan(self, step: int) -> Plan:
+        """At a new epoch the total with the best goodput, evenly split; else the plan in force."""
+        fixed = self.job.largest_total == self.job.batch_size
+        if fixed or self._epoch == self._decided_epoch or not self._points or not self.noise.num_steps:
+            return self._plan
+        first = self._decided_epoch == 0
+        self._decided_epoch = self._epoch
+        now = self._plan.total_batch
+        grid = np.unique(np.append(total_grid(self.job.batch_size, self.job.largest_total), now))
+        step_s = replica_times(self._fit(), grid / self.job.num_ranks)
+        choice = choose_total(grid, step_s, self.noise.efficiency(grid), now, threshold=0.0 if first else 0.05)
+        if choice.total_batch != now:
+            batches = even_batches(self.job, choice.total_batch)
+            predicted_s = float(step_s[grid == choice.total_batch][0])
+            self._plan = make_plan(step, batches, phase="even", reason=choice.reason, predicted_step_s=predicted_s)
+        return self._plan
+
+    def _fit(self) -> tuple[float, float, float, float]:
+        table = np.array([[total, *point] for total, point in sorted(self._points.items())])
+        local, steps = table[:, 0] / self.job.num_ranks, table[:, 1]
+        return fit_replicas(local, table[:, 2] / steps, table[:, 3] / steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything learned and decided."""
+        return {
+            "plan": save_plan(self._plan),
+            "noise": self.noise.state_dict(),
+            "points": [[total, *point] for total, point in self._points.items()],
+            "counters": [self._samples, self._epoch, self._decided_epoch],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self._plan = load_plan(state["plan"], self.job)
+        self.noise.load_state_dict(state["noise"])
+        self._points = {int(total): list(point) for total, *point in state["points"]}
+        self._samples, self._epoch, self._decided_epoch = state["counters"]
+
+
+def replica_times(fit: tuple[float, float, float, float], local_batch: FloatArray) -> FloatArray:
+    """T(m) of AdaptDL's model with (alpha, beta, T_sync, p), seconds."""
+    alpha, beta, sync, power = fit
+    grad = alpha + beta * local_batch
+    larger = np.maximum(grad, sync)
+    # Scaled by the larger term, so that a power of 10 neither overflows nor vanishes.
+    times: FloatArray = larger * ((grad / larger) ** power + (sync / larger) ** power) ** (1 / power)
+    return times
+
+
+def fit_replicas(local_batch: FloatArray, grad_s: FloatArray, step_s: FloatArray) -> tuple[float, float, float, float]:
+    """AdaptDL's model (alpha, beta, T_sync, p) through mean times at different local batches.
+
+    With one batch seen alpha is half the compute time, as AdaptDL sets it. T_sync and p minimise the squared error of
+    log T, with AdaptDL's penalty of 1e-3 (p - 1)^2, over a grid.
+
+    Example:
+        >>> fit = fit_replicas(np.array([8.0, 16.0]), np.array([0.010, 0.014]), np.array([0.012, 0.016]))
+        >>> [round(value, 4) for value in fit]
+        [0.006, 0.0005, 0.002, 1.0]
+    """
+    if len(local_batch) == 1:
+        alpha, beta = float(grad_s[0]) / 2, float(grad_s[0] / local_batch[0]) / 2
+    else:
+        rows = np.stack([np.ones_like(local_batch), local_batch], axis=1) / grad_s[:, None]
+        solution, *_ = np.linalg.lstsq(rows, np.ones_like(local_batch), rcond=None)
+        alpha, beta = (max(float(value), 1e-8) for value in solution)
+    best, best_loss = (alpha, beta, 1e-8, 1.0), np.inf
+    for power in np.linspace(1.0, 10.0, 19):
+        # T_sync that would explain each mean exactly, and points between the extremes of these.
+        exact = np.maximum(step_s**power - (alpha + beta * local_batch) ** power, 1e-16 * step_s**power) ** (1 / power)
+        for sync in np.geomspace(exact.min(), exact.max() * (1 + 1e-12), 9):
+            fit = (alpha, beta, float(sync), float(power))
+            error = np.log(replica_times(fit, local_batch) / step_s)
+            loss = float(np.sqrt((error**2).mean())) + 1e-3 * (power - 1) ** 2
+            if loss < best_loss - 1e-12:
+                best, best_loss = fit, loss
+    return best

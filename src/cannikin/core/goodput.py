@@ -1,0 +1,98 @@
+"""Which total batch trains fastest: goodput = throughput x statistical efficiency (paper, section 2.2; Pollux).
+
+Legend: B total batch, B0 the initial one, T(B) the step time, S the trace of the gradient noise, G the squared norm of
+the true gradient, phi = S/G the noise scale.
+
+    efficiency(B) = (S + B0 G)/(S + B G) = (phi + B0)/(phi + B)        goodput(B) = B/T(B) * efficiency(B)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from cannikin.core.records import FloatArray, IntArray
+from cannikin.errors import InvalidInputError
+
+__all__ = ["TotalChoice", "choose_total", "efficiency", "total_grid"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TotalChoice:
+    """The total batch to train with next, its goodput over that of the present one, and why."""
+
+    total_batch: int
+    gain: float
+    reason: str
+
+
+def efficiency(
+    total_batch: npt.ArrayLike, *, initial_batch: float, noise_trace: float, signal_sqnorm: float
+) -> FloatArray:
+    """How much one sample is worth in a batch of B against one of B0, from 0 to 1.
+
+        efficiency(B) = (S + B0 max(G, 0)) / (S + B max(G, 0))
+
+    Args:
+        total_batch: B, any shape.
+        initial_batch: B0.
+        noise_trace: S, per sample; below 0 it counts as 0.
+        signal_sqnorm: G; where it is not positive the noise drowns it and every sample counts in full.
+
+    Example:
+        >>> efficiency([64, 192], initial_batch=64, noise_trace=64.0, signal_sqnorm=1.0).tolist()
+        [1.0, 0.5]
+    """
+    noise, signal = max(noise_trace, 0.0), max(signal_sqnorm, 0.0)
+    batches = np.asarray(total_batch, dtype=np.float64)
+    if signal == 0.0:
+        return np.ones_like(batches)
+    worth: FloatArray = (noise + initial_batch * signal) / (noise + batches * signal)
+    return worth
+
+
+def total_grid(lowest: int, highest: int, num: int = 50) -> IntArray:
+    """At most `num` whole total batches in geometric progression, both ends included.
+
+    Example:
+        >>> total_grid(64, 256, num=3).tolist()
+        [64, 128, 256]
+    """
+    if not 1 <= lowest <= highest:
+        raise InvalidInputError(f"total batches from {lowest} to {highest}: need 1 <= lowest <= highest")
+    grid: IntArray = np.unique(np.rint(np.geomspace(lowest, highest, num)).astype(np.int64))
+    return grid
+
+
+def choose_total(
+    totals: IntArray, step_s: FloatArray, worth: FloatArray, current_total: int, *, threshold: float = 0.05
+) -> TotalChoice:
+    """The total batch of the highest goodput, if it beats the present one by more than the threshold.
+
+    Args:
+        totals: candidates, increasing, the present total among them.
+        step_s: T(B) of each; inf where the ranks cannot hold it.
+        worth: efficiency(B) of each.
+        current_total: the total batch now in force.
+        threshold: share by which the goodput must grow, so that the total does not flap.
+    """
+    if current_total not in totals:
+        raise InvalidInputError(f"current_total={current_total} is not among the candidates {totals.tolist()}")
+    goodput = totals / step_s * worth
+    best = int(goodput.argmax())
+    now = goodput[totals == current_total][0]
+    gain = float(goodput[best] / now) if now > 0 else np.inf
+    if gain <= 1 + threshold:
+        return TotalChoice(
+            total_batch=current_total,
+            gain=1.0,
+            reason=f"total batch stays {current_total}: {int(totals[best])} would gain {gain - 1:.1%}, "
+            f"not more than {threshold:.0%}",
+        )
+    return TotalChoice(
+        total_batch=int(totals[best]),
+        gain=gain,
+        reason=f"total batch {current_total} -> {int(totals[best])}: goodput {gain - 1:+.0%}",
+    )

@@ -1,0 +1,246 @@
+"""Learning the cluster's performance model while it trains (paper, section 4.2), in steps instead of epochs.
+
+Each rank has a short history of averages: a local batch, the mean log time of forward (a) and of backward (P), and the
+number of steps behind it. Averages are of logarithms, since times scatter in proportion to themselves, and leave lone
+outliers out; old steps are forgotten slowly. A rank whose times leave its own history on one side (a clipped CUSUM of
+standardised residuals) has changed its speed: its history is multiplied by the observed factor, which keeps the shape
+of its curve, and made light, so that what comes next soon outweighs it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cannikin.core.fit import bucket_times, fit_curves, shrunken_gammas, trimmed_mean
+from cannikin.core.perf import Cluster, Curve
+from cannikin.core.records import BoolArray, FloatArray, IntArray, StepWindow
+from cannikin.errors import StateError
+
+__all__ = ["Learner", "ModelFit"]
+
+_KEEP = 0.99  # share of its weight that a step keeps with every later step: a memory of about 100 steps
+_NEVER_FORGOTTEN = 4.0  # but an average keeps this many steps' worth: it may be all that tells the slope
+_MAX_POINTS = 8  # averages kept for each rank
+_SAME_BATCH = 0.03  # local batches this close (in logarithms) share one average
+_NEAR_BATCH = 0.10  # an average this close, resting on this many steps, vouches for what a time should be;
+_MIN_WEIGHT = 2.5
+_ALLOWANCE = 0.2  # elsewhere the fitted curve does, less this much for being a fit
+_OUTLIER = 4.0  # standard deviations
+_DRIFT, _ALARM, _CLIP = 0.5, 9.0, 3.0  # CUSUM in standard deviations: four steps of a doubled time
+_AFTER_CHANGE = 4.0  # steps' worth of weight that a rescaled history keeps
+_RECENT = 32  # steps whose median gives communication times and overlap ratios
+_LEAST_NOISE, _MOST_NOISE = 0.01, 0.5  # bounds on the relative scatter that is believed
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelFit:
+    """The performance model as far as it is known, with the reason; `cluster` is None while nothing was measured."""
+
+    cluster: Cluster | None
+    known: BoolArray
+    reason: str
+
+
+class Learner:
+    """Online fit of every rank's curves, the overlap ratios and the communication tails."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self.noise = 0.0
+        self.changes: list[tuple[int, int, float]] = []
+        self._batches = np.ones((num_ranks, _MAX_POINTS + 1))
+        self._logs = np.zeros((2, num_ranks, _MAX_POINTS + 1))
+        self._weights = np.zeros((2, num_ranks, _MAX_POINTS + 1))
+        self._cusum = np.zeros((2, num_ranks))
+        self._comm = np.zeros((0, 0))
+        self._gammas = np.zeros((0, num_ranks, 0))
+
+    def observe(self, window: StepWindow) -> None:
+        """Take in one window; steps marked invalid are left out."""
+        if not window.valid.any():
+            return
+        logs = np.log(np.stack([window.before_s, window.ready_s[..., -1]]).clip(1e-9))
+        residuals = self._residuals(window, logs)
+        self._update_noise(window, logs)
+        kept = np.minimum(self._weights, _NEVER_FORGOTTEN)
+        self._weights = np.maximum(self._weights * _KEEP**window.num_steps, kept)
+        changed_at = self._changed_at(residuals)
+        for rank in range(self.num_ranks):
+            steps = np.flatnonzero(window.valid[:, rank])
+            split = int(changed_at[rank])
+            self._remember(rank, window, logs, residuals, steps[steps < split])
+            if split < window.num_steps:
+                self._rescale(rank, window.first_step + split, residuals[:, split:, rank])
+                residuals[:, split:, rank] = np.nan
+                self._remember(rank, window, logs, residuals, steps[steps >= split])
+        self._observe_buckets(window)
+
+    def model(self, low: IntArray, high: IntArray) -> ModelFit:
+        """The cluster as measured so far, with these bounds on the local batches."""
+        if not len(self._comm) or not (self._weights.min(axis=0) > 0).any(axis=1).all():
+            return ModelFit(cluster=None, known=np.zeros(self.num_ranks, dtype=np.bool_), reason="no step measured yet")
+        (forward, a_known), (backward, p_known) = self._curves()
+        gammas = shrunken_gammas(*trimmed_mean(self._gammas)).clip(0.0, 1.0)
+        gammas[:, -1] = 1.0
+        tails = trimmed_mean(self._comm)[0][::-1].cumsum()[::-1]
+        cluster = Cluster(
+            forward=forward, backward=backward, gammas=gammas, tails_s=tails, min_batch=low, max_batch=high
+        )
+        known = a_known & p_known
+        return ModelFit(cluster=cluster, known=known, reason=self._reason(known))
+
+    @property
+    def precision(self) -> float:
+        """Relative standard error of the time of the rank that is known least."""
+        steps = self._weights.min(axis=0).sum(axis=1).min()
+        return float(self.noise / np.sqrt(steps)) if steps > 0 else 1.0
+
+    def batch_range(self) -> tuple[FloatArray, FloatArray]:
+        """Smallest and largest local batch that each rank's history still holds."""
+        seen = self._weights.max(axis=0) > 0
+        smallest = np.where(seen, self._batches, np.inf).min(axis=1)
+        largest = np.where(seen, self._batches, 0.0).max(axis=1)
+        return smallest, largest
+
+    def _curves(self) -> list[tuple[Curve, BoolArray]]:
+        noise = max(self.noise, _LEAST_NOISE)
+        fits = [fit_curves(self._batches, np.exp(self._logs[c]), self._weights[c], noise) for c in (0, 1)]
+        return [(fit.curve, fit.known) for fit in fits]
+
+    def _reason(self, known: BoolArray) -> str:
+        if known.all():
+            return f"all ranks' lines known, relative noise {self.noise:.1%}"
+        rank = int(np.flatnonzero(~known)[0])
+        seen = sorted({round(float(b)) for b in self._batches[rank][self._weights[0, rank] > 0]})
+        return f"rank {rank} has run local batches {seen} only: too close together to tell fixed from per-sample time"
+
+    def _residuals(self, window: StepWindow, logs: FloatArray) -> FloatArray:
+        """Log time over what the rank's history promises; NaN where it promises nothing.
+
+        A solid average at nearly the same batch is moved along the fitted curve. Elsewhere the curve itself is asked,
+        and only what exceeds an allowance for its error counts.
+        """
+        residuals = np.full(logs.shape, np.nan)
+        if not (self._weights.min(axis=0) > 0).any(axis=1).all():
+            return residuals
+        solid = self._weights.min(axis=0) >= _MIN_WEIGHT
+        distance = np.abs(np.log(self._batches)[None] - np.log(window.local_batches)[..., None])
+        distance = np.where(solid[None], distance, np.inf)
+        nearest, near = distance.argmin(axis=-1), distance.min(axis=-1) < _NEAR_BATCH
+        rank = np.arange(self.num_ranks)[None]
+        for c, (curve, _) in enumerate(self._curves()):
+            expected = np.log(curve.at(window.local_batches))
+            error = self._logs[c, rank, nearest] - np.log(curve.at(self._batches[rank, nearest]))
+            residual = logs[c] - expected
+            beyond = np.sign(residual) * np.maximum(np.abs(residual) - _ALLOWANCE, 0.0)
+            residuals[c] = np.where(window.valid, np.where(near, residual - error, beyond), np.nan)
+        return residuals
+
+    def _update_noise(self, window: StepWindow, logs: FloatArray) -> None:
+        """Relative scatter, from neighbouring steps with the same local batch."""
+        same = (np.diff(window.local_batches, axis=0) == 0) & window.valid[1:] & window.valid[:-1]
+        steps = np.abs(np.diff(logs, axis=1))[:, same]
+        if steps.size:
+            # The median of |x - y| for two normal variables is 0.6745 sqrt(2) standard deviations.
+            scatter = float(np.clip(np.median(steps) / 0.9539, _LEAST_NOISE, _MOST_NOISE))
+            self.noise = scatter if self.noise == 0.0 else 0.7 * self.noise + 0.3 * scatter
+
+    def _changed_at(self, residuals: FloatArray) -> IntArray:
+        """The step of the window at which each rank's speed changed; the window's length where it did not."""
+        steps = residuals.shape[1]
+        changed = np.full(self.num_ranks, steps)
+        # Each component is clipped by itself: a lone outlier in one of them is no change of speed.
+        scores = np.clip(np.nan_to_num(residuals) / max(self.noise, _LEAST_NOISE), -_CLIP, _CLIP).mean(axis=0)
+        began = np.zeros((2, self.num_ranks), dtype=np.int64)
+        for s in range(steps):
+            for sign, side in ((1.0, 0), (-1.0, 1)):
+                began[side] = np.where(self._cusum[side] == 0, s, began[side])
+                seen = ~np.isnan(residuals[0, s])
+                grown = np.maximum(0.0, self._cusum[side] + sign * scores[s] - _DRIFT)
+                self._cusum[side] = np.where(seen, grown, self._cusum[side])
+                alarm = (self._cusum[side] > _ALARM) & (changed == steps)
+                changed = np.where(alarm, began[side], changed)
+        self._cusum[:, changed < steps] = 0.0
+        return changed
+
+    def _rescale(self, rank: int, step: int, residuals: FloatArray) -> None:
+        """Multiply a rank's history by the factor its times have changed by, and make it light."""
+        factor = np.nanmedian(residuals, axis=1)
+        self._logs[:, rank] += factor[:, None]
+        total = self._weights[:, rank].sum(axis=1, keepdims=True)
+        self._weights[:, rank] *= np.minimum(1.0, _AFTER_CHANGE / np.maximum(total, 1e-300))
+        self.changes.append((step, rank, float(np.exp(factor.mean()))))
+
+    def _remember(
+        self, rank: int, window: StepWindow, logs: FloatArray, residuals: FloatArray, steps: IntArray
+    ) -> None:
+        """Average these steps of one rank into its history, each component without its outliers."""
+        for batch in np.unique(window.local_batches[steps, rank]):
+            same = steps[window.local_batches[steps, rank] == batch]
+            values = logs[:, same, rank]
+            off = residuals[:, same, rank]
+            # Slow outliers are the common kind, so of an even number the lower of the two middle values counts.
+            middle = np.sort(values, axis=1)[:, [(len(same) - 1) // 2]]
+            off = np.where(np.isnan(off), values - middle, off)
+            inlier = np.abs(off) <= _OUTLIER * max(self.noise, _LEAST_NOISE)
+            count = inlier.sum(axis=1)
+            mean = np.where(inlier, values, 0.0).sum(axis=1) / np.maximum(count, 1)
+            self._merge(rank, float(batch), mean, count)
+
+    def _merge(self, rank: int, batch: float, logs: FloatArray, counts: IntArray) -> None:
+        """Add an average to a rank's history; the two points nearest to each other become one where there is no room.
+
+        The history has one place more than is kept, so the new point can always be put down first.
+        """
+        points, weights = self._batches[rank], self._weights[:, rank]
+        points[-1], self._logs[:, rank, -1], weights[:, -1] = batch, logs, counts
+        used = weights.max(axis=0) > 0
+        order = np.argsort(np.where(used, points, np.inf), kind="stable")
+        points[:], weights[:] = points[order], weights[:, order]
+        self._logs[:, rank] = self._logs[:, rank, order]
+        num_used = int(used.sum())
+        gaps = np.diff(np.log(points[:num_used]))
+        if num_used > 1 and (gaps.min() < _SAME_BATCH or num_used == len(points)):
+            self._join(rank, int(gaps.argmin()))
+
+    def _join(self, rank: int, k: int) -> None:
+        """Make points k and k + 1 of a rank one, and close the gap."""
+        points, weights, logs = self._batches[rank], self._weights[:, rank], self._logs[:, rank]
+        total = weights[:, k] + weights[:, k + 1]
+        share = weights[:, k + 1] / np.maximum(total, 1e-300)
+        logs[:, k] += share * (logs[:, k + 1] - logs[:, k])
+        points[k] *= (points[k + 1] / points[k]) ** share.mean()
+        weights[:, k] = total
+        for array in (points, *weights, *logs):
+            array[k + 1 : -1] = array[k + 2 :]
+        points[-1], weights[:, -1], logs[:, -1] = 1.0, 0.0, 0.0
+
+    def _observe_buckets(self, window: StepWindow) -> None:
+        """Keep the recent communication times and overlap ratios."""
+        whole = window.valid.all(axis=1)
+        if self._comm.shape[1] != window.num_buckets:  # DDP has rebuilt its buckets: the old ones tell nothing
+            self._comm = np.zeros((0, window.num_buckets))
+            self._gammas = np.zeros((0, self.num_ranks, window.num_buckets))
+        gammas = window.ready_s / np.maximum(window.ready_s[..., -1:], 1e-12)
+        self._comm = np.concatenate([self._comm, bucket_times(window)[whole]])[-_RECENT:]
+        self._gammas = np.concatenate([self._gammas, gammas[whole]])[-_RECENT:]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything learned, as plain lists and numbers."""
+        arrays = {name: getattr(self, name).tolist() for name in _ARRAYS}
+        return {"num_ranks": self.num_ranks, "noise": self.noise, "changes": list(self.changes), **arrays}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        if state.get("num_ranks") != self.num_ranks:
+            raise StateError(f"state of {state.get('num_ranks')} ranks loaded into a learner of {self.num_ranks}")
+        self.noise = float(state["noise"])
+        self.changes = [(int(step), int(rank), float(factor)) for step, rank, factor in state["changes"]]
+        for name in _ARRAYS:
+            setattr(self, name, np.asarray(state[name], dtype=np.float64))
+
+
+_ARRAYS = ("_batches", "_logs", "_weights", "_cusum", "_comm", "_gammas")

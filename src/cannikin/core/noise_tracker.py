@@ -1,0 +1,301 @@
+"""Gradient noise scale over many steps: averages, limits and what follows from them (paper, section 4.4).
+
+Legend as in `noise`: b_i, B, X_i, X, G signal, S noise, phi = S / G; B0 the initial total batch; S0 and S1 the pooled
+estimates of S with tail 0 and 1, D = S1 - S0, t the share of S1 in S, chosen by `ControlVariate`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import compress
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from cannikin.core.goodput import efficiency
+from cannikin.core.noise import (
+    ControlVariate,
+    NoiseEstimate,
+    all_finite,
+    check_not_negative,
+    checked_groups,
+    fieller_limits,
+    pooled_ends,
+)
+from cannikin.core.records import FloatArray
+from cannikin.errors import InvalidInputError, StateError
+
+__all__ = ["NoiseTracker"]
+
+# A norm of 1e35 has overflowed for all that training cares; fourth powers of what is kept stay below the largest float.
+SQNORM_LIMIT = 1e70
+
+
+@dataclass(kw_only=True)
+class _Averages:
+    """Decayed sums of S and G, and of the differences of successive steps on one split: dS^2/2, dG^2/2, dS dG/2."""
+
+    weight: float = 0.0
+    weight_sq: float = 0.0
+    noise: float = 0.0
+    signal: float = 0.0
+    scatter_weight: float = 0.0
+    noise_scatter: float = 0.0
+    signal_scatter: float = 0.0
+    joint_scatter: float = 0.0
+    last_split: list[float] = field(default_factory=list)
+    last_noise: float = 0.0
+    last_signal: float = 0.0
+
+    def add(self, split: list[float], noise: float, signal: float, decay: float) -> None:
+        share = 1 - decay
+        self.weight = decay * self.weight + share
+        self.weight_sq = decay**2 * self.weight_sq + share**2
+        self.noise = decay * self.noise + share * noise
+        self.signal = decay * self.signal + share * signal
+        if split == self.last_split:
+            noise_step, signal_step = noise - self.last_noise, signal - self.last_signal
+            self.scatter_weight = decay * self.scatter_weight + share
+            self.noise_scatter = decay * self.noise_scatter + share * noise_step**2 / 2
+            self.signal_scatter = decay * self.signal_scatter + share * signal_step**2 / 2
+            self.joint_scatter = decay * self.joint_scatter + share * noise_step * signal_step / 2
+        self.last_split, self.last_noise, self.last_signal = split, noise, signal
+
+    def limits(self) -> tuple[float, float]:
+        if self.weight == 0 or self.scatter_weight == 0:
+            return 0.0, math.inf
+        shrink = self.weight_sq / self.weight**2 / self.scatter_weight
+        return fieller_limits(
+            signal=self.signal / self.weight,
+            noise=max(self.noise / self.weight, 0.0),
+            signal_var=shrink * self.signal_scatter,
+            noise_var=shrink * self.noise_scatter,
+            covariance=shrink * self.joint_scatter,
+            quantile=1.645,
+        )
+
+
+@dataclass(kw_only=True)
+class _Steps:
+    """Counts, and the last gradient of a single group; `previous_batch` is 0 where that is not known."""
+
+    num_taken: int = 0
+    num_skipped: int = 0
+    paired: bool = False
+    previous_batch: float = 0.0
+    previous_sqnorm: float = 0.0
+
+
+class NoiseTracker:
+    """Running estimate of the gradient noise scale, with limits, and with weights chosen on the way.
+
+    Averages decay by .999^(B/B0) a step, so by samples rather than steps, and are corrected for their start. Signal and
+    noise are clamped at 0 after averaging, never before. `flags` says where the numbers need care:
+
+    - "batch_norm": statistics of each rank's own batch make small batches noisier than theory has it; t = 1.
+    - "disagreement": the mean of D is over 4 standard errors from 0: small and large groups see unlike noise; t = 1.
+    - "biased": consecutive steps are compared (`update_single`), between which the weights moved.
+
+    Args:
+        initial_batch: B0, the total batch at the start, samples.
+        batch_norm: whether ranks normalise by statistics of their own batch.
+
+    Example:
+        >>> tracker = NoiseTracker(initial_batch=32)
+        >>> for _ in range(3):
+        ...     estimate = tracker.update([8, 24], [3.0, 2.0], 1.75)
+        >>> tracker.num_steps, round(tracker.noise_scale, 2), round(tracker.gain(64), 2)
+        (3, 14.34, 1.18)
+    """
+
+    def __init__(self, *, initial_batch: int, batch_norm: bool = False) -> None:
+        if not (math.isfinite(initial_batch) and initial_batch >= 1):
+            raise InvalidInputError(f"initial_batch={initial_batch}: a batch needs at least 1 sample")
+        self._initial_batch = initial_batch
+        self._batch_norm = batch_norm
+        self._control, self._averages, self._steps = ControlVariate(), _Averages(), _Steps()
+
+    def update(
+        self, local_batches: npt.ArrayLike, local_sqnorms: npt.ArrayLike, global_sqnorm: float
+    ) -> NoiseEstimate | None:
+        """Take in one step of two or more groups; arguments as for `noise_scale`.
+
+            S = S0 + t D        G = X - S / B        with t from earlier steps
+
+        Returns these raw values, or None where a norm is not finite: the step is skipped, and counted in `num_skipped`.
+
+        >>> NoiseTracker(initial_batch=32, batch_norm=True).update([8, 24], [3.25, 2.5], 1.75).noise_trace
+        44.0
+        """
+        batches, sqnorms = checked_groups(local_batches, local_sqnorms)
+        if not all_finite(sqnorms, total_sqnorm := float(global_sqnorm), SQNORM_LIMIT):
+            self._steps.num_skipped += 1
+            return None
+        check_not_negative(sqnorms, total_sqnorm)
+        if self._steps.paired:
+            # What comparing consecutive steps gave is biased, and must not outlive that mode.
+            self._averages, self._steps.paired, self._steps.previous_batch = _Averages(), False, 0.0
+        noise0, difference, spread = pooled_ends(batches, sqnorms, total_sqnorm)
+        noise = noise0 + self._blend(spread) * difference
+        self._control.learn(noise0, difference, spread)
+        return self._record(batches.tolist(), noise, total_sqnorm - noise / float(batches.sum()))
+
+    def update_single(self, batch: int, sqnorm: float, dot_previous: float | None) -> NoiseEstimate | None:
+        """Take in one step of a single group by comparing its gradient g with the step before's, g'.
+
+            G = g.g'        S = B (X - G)        X = |(b g + b' g') / B|^2        B = b + b'
+
+        With b = b' this is AdaptDL's differencing. The weights moved in between, so `flags` has "biased"; neighbouring
+        estimates share a gradient, so the limits are too narrow. The next `update` starts the averages afresh.
+
+        Args:
+            batch: b, samples.
+            sqnorm: |g|^2.
+            dot_previous: g.g'; None, or ignored, where the step before is not known or was skipped.
+
+        Returns the raw values, or None: nothing to compare with, or a value is not finite (counted in `num_skipped`).
+
+        >>> tracker = NoiseTracker(initial_batch=32)
+        >>> tracker.update_single(32, 3.0, None)
+        >>> estimate = tracker.update_single(32, 2.0, 1.5)
+        >>> estimate.signal_sqnorm, estimate.noise_trace, tracker.flags
+        (1.5, 32.0, ('biased',))
+        """
+        if not (math.isfinite(batch) and batch >= 1) or sqnorm < 0:
+            raise InvalidInputError(f"batch={batch}, sqnorm={sqnorm}: need at least 1 sample and no negative norm")
+        steps = self._steps
+        if not steps.paired:
+            steps.paired, self._averages.last_split = True, []
+        before, sqnorm_before = steps.previous_batch, steps.previous_sqnorm
+        finite = sqnorm < SQNORM_LIMIT
+        steps.previous_batch, steps.previous_sqnorm = (float(batch), float(sqnorm)) if finite else (0.0, 0.0)
+        if finite and (dot_previous is None or before == 0):
+            return None
+        if not finite or dot_previous is None or not abs(dot_previous) < SQNORM_LIMIT:
+            steps.num_skipped += 1
+            return None
+        total, dot = batch + before, float(dot_previous)
+        total_sqnorm = (batch**2 * sqnorm + before**2 * sqnorm_before + 2 * batch * before * dot) / total**2
+        return self._record([before, float(batch)], total * (total_sqnorm - dot), dot)
+
+    def blend(self, local_batches: npt.ArrayLike) -> float:
+        """t, the share of S1 in S (0 to 1), that the next step on this split will use.
+
+        >>> NoiseTracker(initial_batch=64).blend([4, 60])
+        0.5
+        """
+        batches, _ = checked_groups(local_batches, local_batches)
+        return self._blend(float(batches @ batches / batches.sum()))
+
+    @property
+    def num_steps(self) -> int:
+        """Steps taken in."""
+        return self._steps.num_taken
+
+    @property
+    def num_skipped(self) -> int:
+        """Steps left out because a value was not finite."""
+        return self._steps.num_skipped
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Reasons for care, in the words the class's description lists."""
+        reasons = (self._batch_norm, self._control.disagrees, self._steps.paired)
+        return tuple(compress(("batch_norm", "disagreement", "biased"), reasons))
+
+    @property
+    def signal_sqnorm(self) -> float:
+        """G, averaged, then clamped at 0; NaN before any data."""
+        return max(self._averages.signal / self._averages.weight, 0.0) if self._averages.weight else math.nan
+
+    @property
+    def noise_trace(self) -> float:
+        """S, averaged, then clamped at 0; NaN before any data."""
+        return max(self._averages.noise / self._averages.weight, 0.0) if self._averages.weight else math.nan
+
+    @property
+    def noise_scale(self) -> float:
+        """phi = S / G in samples, inf where G is 0; NaN before any data. Beyond about 30 B trust only `limits[0]`."""
+        return math.inf if self.signal_sqnorm == 0 else self.noise_trace / self.signal_sqnorm
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """90% limits of phi in samples, by `fieller_limits`; an upper limit of inf means "at least the lower".
+
+        Variances come from differences of successive steps on one split: a drift of the truth does not widen them.
+        """
+        return self._averages.limits()
+
+    @overload
+    def efficiency(self, total_batch: float) -> float: ...
+    @overload
+    def efficiency(self, total_batch: npt.NDArray[Any] | Sequence[float]) -> FloatArray: ...
+    def efficiency(self, total_batch: Any) -> Any:
+        """Progress a sample at total batch B' against B0: (S + B0 G) / (S + B' G), from S and G, never through phi.
+
+        Without data, or without any gradient, the noise counts as 0 and a larger batch promises nothing: B0 / B'.
+
+        >>> NoiseTracker(initial_batch=32).efficiency([32, 64]).tolist()
+        [1.0, 0.5]
+        """
+        batches = np.asarray(total_batch, dtype=np.float64)
+        if not (np.isfinite(batches).all() and (batches > 0).all()):
+            raise InvalidInputError(f"total_batch={total_batch}: a total batch is a positive number of samples")
+        noise, signal = self.noise_trace, self.signal_sqnorm
+        noise, signal = (noise, signal) if noise + signal > 0 else (0.0, 1.0)
+        worth = efficiency(batches, initial_batch=self._initial_batch, noise_trace=noise, signal_sqnorm=signal)
+        return worth if batches.ndim else float(worth)
+
+    @overload
+    def gain(self, total_batch: float) -> float: ...
+    @overload
+    def gain(self, total_batch: npt.NDArray[Any] | Sequence[float]) -> FloatArray: ...
+    def gain(self, total_batch: Any) -> Any:
+        """Progress a step at total batch B' against B0: B'/B0 efficiency(B'); 1 without data.
+
+        >>> NoiseTracker(initial_batch=32).gain(64)
+        1.0
+        """
+        gain = self.efficiency(total_batch) * np.asarray(total_batch, dtype=np.float64) / self._initial_batch
+        return gain if gain.ndim else float(gain)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything learned, in plain types; through JSON and back it continues bit for bit."""
+        return {"control": asdict(self._control), "averages": asdict(self._averages), "steps": asdict(self._steps)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned; anything else raises StateError and changes nothing."""
+        kinds = {"control": ControlVariate, "averages": _Averages, "steps": _Steps}
+        if not isinstance(state, dict) or state.keys() != kinds.keys():
+            raise StateError(f"not the state of a NoiseTracker: {state!r:.200}; load what state_dict() returned")
+        self._control, self._averages, self._steps = [_restored(kinds[name], state[name]) for name in kinds]
+
+    def _blend(self, spread: float) -> float:
+        return 1.0 if self._batch_norm else self._control.blend(spread)
+
+    def _record(self, split: list[float], noise: float, signal: float) -> NoiseEstimate:
+        self._averages.add(split, noise, signal, decay=0.999 ** (sum(split) / self._initial_batch))
+        self._steps.num_taken += 1
+        return NoiseEstimate.from_parts(signal_sqnorm=signal, noise_trace=noise)
+
+
+def _restored(kind: type[Any], saved: Any) -> Any:
+    """A `kind` with the saved values, if they have the names, types and signs of a real one's."""
+    fresh = vars(kind())
+    if not isinstance(saved, dict) or saved.keys() != fresh.keys():
+        raise StateError(f"a NoiseTracker's state needs {', '.join(fresh)}, not {saved!r:.200}")
+    for name, value in saved.items():
+        if not _fits(value, fresh[name]) or (("num" in name or "weight" in name) and value < 0):
+            raise StateError(f"{name}={value!r:.200} cannot be part of a NoiseTracker's state: is the file damaged?")
+    return kind(**{name: list(value) if isinstance(value, list) else value for name, value in saved.items()})
+
+
+def _fits(value: Any, fresh: Any) -> bool:
+    if isinstance(fresh, list):
+        return isinstance(value, list) and all(_fits(item, 0.0) for item in value)
+    if isinstance(fresh, float):
+        return type(value) in (int, float) and abs(value) < 1e300
+    return type(value) is type(fresh)

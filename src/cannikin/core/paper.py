@@ -1,0 +1,178 @@
+"""The paper's own method, as published: a baseline that shows what exactness and windows of steps are worth.
+
+A linear model without floors, one gamma for all ranks by inverse-variance weighting and T_o, T_u by the least over
+ranks (section 4.5); plans once an epoch, after one epoch of an even split and one of equation 8 (section 4.2); OptPerf
+by Algorithm 1 with rounding; the noise scale by Theorem 1; the total batch by goodput (section 2.2). Where the paper
+says nothing we choose what is kindest to it: negative batches are raised to the lower bound and the rest scaled down.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cannikin.core.algorithm1 import algorithm1, round_batches
+from cannikin.core.fit import pooled_gammas
+from cannikin.core.goodput import choose_total, efficiency, total_grid
+from cannikin.core.noise import noise_scale
+from cannikin.core.perf import Cluster, Curve
+from cannikin.core.plans import even_batches, inverse_batches, load_plan, make_plan, save_plan
+from cannikin.core.records import FloatArray, Job, Plan, StepWindow
+
+__all__ = ["PaperPlanner"]
+
+_EPOCH_STEPS = 100  # an epoch's length at B0 where the job does not say
+
+
+class PaperPlanner:
+    """The planner behind `policy="paper"`."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._plan = make_plan(0, even_batches(job, job.batch_size), phase="even", reason="first epoch: even split")
+        # One row an epoch and rank: epoch, rank, mean batch, mean a, mean P.
+        self._rows: list[list[float]] = []
+        self._sums = np.zeros((4, job.num_ranks))  # of this epoch: steps, b, a, P
+        self._gamma_sums = np.zeros((3, job.num_ranks))  # of the run: steps, gamma, gamma^2
+        self._comm_sums = np.zeros(3)  # of the run: steps, T_o, T_u
+        self._noise = np.zeros(3)  # running weight, S, G
+        self._samples = 0
+        self._epoch = 0
+        self._due = False
+
+    def observe(self, window: StepWindow) -> None:
+        """Add up this epoch's times, and the noise scale step by step."""
+        valid = window.valid.all(axis=1)
+        if valid.any():
+            self._add_times(window, np.flatnonzero(valid))
+        self._samples += int(window.local_batches.sum())
+        epoch = self._samples // (self.job.num_samples or _EPOCH_STEPS * self.job.batch_size)
+        if epoch > self._epoch and self._sums[0].any():
+            steps, batch, before, backward = self._sums
+            for rank in range(self.job.num_ranks):
+                means = [float(total[rank] / steps[rank]) for total in (batch, before, backward)]
+                self._rows.append([self._epoch, rank, *means])
+            self._sums[:] = 0.0
+            self._epoch, self._due = epoch, True
+
+    def plan(self, step: int) -> Plan:
+        """A new plan at the start of an epoch, else the one in force."""
+        if self._due:
+            self._due = False
+            self._plan = self._decide(step)
+        return self._plan
+
+    def _add_times(self, window: StepWindow, steps: Any) -> None:
+        ready, done = window.ready_s[steps], np.maximum.accumulate(window.done_s[steps], axis=-1)
+        batches, before = window.local_batches[steps], window.before_s[steps]
+        self._sums += [
+            np.full(window.num_ranks, len(steps)),
+            *(x.sum(axis=0) for x in (batches, before, ready[..., -1])),
+        ]
+        gamma = ready[..., 0] / ready[..., -1]
+        self._gamma_sums += [np.full(window.num_ranks, len(steps)), gamma.sum(axis=0), (gamma**2).sum(axis=0)]
+        overlapped = (done[..., -2] - ready[..., 0]).min(axis=1) if window.num_buckets > 1 else np.zeros(len(steps))
+        last_start = np.maximum(ready[..., -1], done[..., -2]) if window.num_buckets > 1 else ready[..., -1]
+        last = (done[..., -1] - last_start).min(axis=1)
+        self._comm_sums += [len(steps), overlapped.clip(0).sum(), last.clip(0).sum()]
+        for s in steps if window.num_ranks > 1 else ():
+            if np.isfinite(window.local_sqnorm[s]).all() and np.isfinite(window.global_sqnorm[s]):
+                self._add_noise(window.local_batches[s], window.local_sqnorm[s], float(window.global_sqnorm[s]))
+
+    def _add_noise(self, batches: Any, sqnorms: FloatArray, global_sqnorm: float) -> None:
+        """AdaptDL's smoothing of Theorem 1's estimate."""
+        estimate = noise_scale(batches, sqnorms, global_sqnorm, estimator="theorem1")
+        keep = 0.999 ** (batches.sum() / self.job.batch_size)
+        self._noise = keep * self._noise + (1 - keep) * np.array([1.0, estimate.noise_trace, estimate.signal_sqnorm])
+
+    def _decide(self, step: int) -> Plan:
+        total = self._plan.total_batch
+        if self._epoch == 1:
+            table = np.array(self._rows)[-self.job.num_ranks :]
+            batches = inverse_batches(self.job, total, (table[:, 3] + table[:, 4]) / table[:, 2])
+            return make_plan(step, batches, phase="inverse", reason="second epoch: equation 8")
+        cluster, problem = self._model()
+        if cluster is None:
+            return make_plan(step, self._plan.local_batches, phase=self._plan.phase, reason=f"kept: {problem}")
+        total, why = self._total(cluster)
+        result = algorithm1(cluster, total)
+        if not result.local_batches:
+            return make_plan(step, self._plan.local_batches, phase=self._plan.phase, reason=f"kept: {result.reason}")
+        rounded = round_batches(self._repaired(np.array(result.local_batches), total), total)
+        reason = f"Algorithm 1: {result.reason}; {rounded.reason}{why}"
+        return make_plan(
+            step, rounded.local_batches, phase="optperf", reason=reason, predicted_step_s=result.predicted_s
+        )
+
+    def _model(self) -> tuple[Cluster | None, str]:
+        """The two-point model by least squares over epochs, or why there is none."""
+        n = self.job.num_ranks
+        lines = np.zeros((2, 2, n))
+        for rank in range(n):
+            table = np.array([row for row in self._rows if row[1] == rank])
+            if np.ptp(table[:, 2]) < 0.5:
+                return None, f"rank {rank} has run one local batch only, {table[0, 2]:g}"
+            for c in (0, 1):
+                slope, fixed = np.polyfit(table[:, 2], table[:, 3 + c], 1)
+                if slope < 0:
+                    return None, f"rank {rank} would be faster with more samples: a slope of {slope:.2e} s"
+                lines[c, :, rank] = max(float(fixed), 0.0), slope
+        steps, gamma, square = self._gamma_sums
+        mean = gamma / steps
+        variance = np.maximum(square / steps - mean**2, 1e-12) / steps
+        shared = float(pooled_gammas(mean[:, None], variance[:, None])[0])
+        low, high = self.job.bounds
+        cluster = Cluster.two_point(
+            forward=Curve(fixed_s=lines[0, 0], per_sample_s=lines[0, 1]),
+            backward=Curve(fixed_s=lines[1, 0], per_sample_s=lines[1, 1]),
+            gamma=min(max(shared, 0.0), 1.0),
+            overlapped_s=float(self._comm_sums[1] / self._comm_sums[0]),
+            last_s=float(self._comm_sums[2] / self._comm_sums[0]),
+            min_batch=low,
+            max_batch=high,
+        )
+        return cluster, ""
+
+    def _total(self, cluster: Cluster) -> tuple[int, str]:
+        """The total batch with the best goodput, by Algorithm 1's own times."""
+        now = self._plan.total_batch
+        if self.job.largest_total == self.job.batch_size:
+            return self.job.batch_size, ""  # rounding may have moved the total: start from the user's own again
+        if self._noise[0] == 0.0:
+            return now, ""
+        grid = np.unique(np.append(total_grid(self.job.batch_size, self.job.largest_total), now))
+        step_s = np.array([algorithm1(cluster, int(total)).step_s for total in grid])
+        _, trace, signal = self._noise / self._noise[0]
+        worth = efficiency(grid, initial_batch=self.job.batch_size, noise_trace=trace, signal_sqnorm=signal)
+        choice = choose_total(grid, step_s, worth, now)
+        return choice.total_batch, f"; {choice.reason}"
+
+    def _repaired(self, batches: FloatArray, total: int) -> FloatArray:
+        """Batches within the bounds that still sum to the total, in proportion to what Algorithm 1 gave."""
+        low, high = (bound.astype(np.float64) for bound in self.job.bounds)
+        for _ in range(self.job.num_ranks):
+            batches = np.clip(batches, low, high)
+            surplus = batches.sum() - total
+            room = (batches - low) if surplus > 0 else np.minimum(high, 2.0 * total) - batches
+            if abs(surplus) < 1e-9 or room.sum() <= 0:
+                break
+            batches = batches - surplus * room / room.sum()
+        return batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything learned and decided."""
+        arrays = {name: getattr(self, name).tolist() for name in _ARRAYS}
+        counters = [self._samples, self._epoch, self._due]
+        return {"plan": save_plan(self._plan), "rows": self._rows, "counters": counters, **arrays}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self._plan = load_plan(state["plan"], self.job)
+        self._rows = [list(row) for row in state["rows"]]
+        self._samples, self._epoch, self._due = state["counters"]
+        for name in _ARRAYS:
+            setattr(self, name, np.asarray(state[name], dtype=np.float64))
+
+
+_ARRAYS = ("_sums", "_gamma_sums", "_comm_sums", "_noise")

@@ -1,0 +1,82 @@
+"""Making plans out of splits, and plans out of saved states: what all planners share."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from cannikin.core.perf import Cluster, Curve
+from cannikin.core.records import FloatArray, IntArray, Job, Plan, StepWindow
+from cannikin.core.split import optimal_split
+from cannikin.errors import StateError
+
+__all__ = ["compute_seconds", "even_batches", "inverse_batches", "load_plan", "make_plan", "save_plan"]
+
+
+def make_plan(
+    step: int, local_batches: tuple[int, ...], *, phase: str, reason: str, predicted_step_s: float | None = None
+) -> Plan:
+    """A plan without accumulation."""
+    return Plan(
+        first_step=step,
+        total_batch=sum(local_batches),
+        local_batches=local_batches,
+        micro_batches=(1,) * len(local_batches),
+        predicted_step_s=predicted_step_s,
+        phase=phase,
+        reason=reason,
+    )
+
+
+def even_batches(job: Job, total_batch: int) -> tuple[int, ...]:
+    """The split of plain DDP: B//n each, the first B mod n ranks one more, as far as the bounds allow."""
+    return inverse_batches(job, total_batch, np.ones(job.num_ranks))
+
+
+def inverse_batches(job: Job, total_batch: int, sample_s: FloatArray) -> tuple[int, ...]:
+    """Local batches in inverse proportion to the time a sample (paper, equation 8), whole and within the bounds.
+
+        b_i = B (1/t_i) / sum_j (1/t_j)
+
+    This is OptPerf of ranks without fixed costs: all finish at the same time.
+    """
+    low, high = job.bounds
+    zeros = np.zeros(job.num_ranks)
+    cluster = Cluster(
+        forward=Curve(fixed_s=zeros, per_sample_s=zeros),
+        backward=Curve(fixed_s=zeros, per_sample_s=sample_s),
+        gammas=[1.0],
+        tails_s=[0.0],
+        min_batch=low,
+        max_batch=high,
+    )
+    return optimal_split(cluster, total_batch).local_batches
+
+
+def compute_seconds(window: StepWindow) -> tuple[IntArray, FloatArray] | None:
+    """The split of the window's last steps and each rank's median compute time under it; None without a valid step."""
+    batches = window.local_batches[-1]
+    steps = (window.local_batches == batches).all(axis=1) & window.valid.all(axis=1)
+    if not steps.any():
+        return None
+    compute: FloatArray = np.median((window.before_s + window.ready_s[..., -1])[steps], axis=0)
+    return batches, compute
+
+
+def save_plan(plan: Plan) -> dict[str, Any]:
+    """A plan as plain numbers, strings and lists."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(plan).items()}
+
+
+def load_plan(state: dict[str, Any], job: Job) -> Plan:
+    """Take back what `save_plan` returned, for a job with as many ranks."""
+    try:
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in state.items()}
+        plan = Plan(**values)
+    except (AttributeError, TypeError) as error:
+        raise StateError(f"saved plan cannot be read: {error}") from error
+    if len(plan.local_batches) != job.num_ranks:
+        raise StateError(f"saved plan is for {len(plan.local_batches)} ranks, this job has {job.num_ranks}")
+    return plan

@@ -1,0 +1,207 @@
+"""The controller against made-up clusters whose optimum is known."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.synthetic import Training, measure, random_cluster, slowed
+from cannikin.core.controller import Controller, window_steps
+from cannikin.core.perf import Cluster, Curve, step_time
+from cannikin.core.records import Job
+from cannikin.core.split import optimal_split
+from cannikin.errors import StateError
+
+# What the runtime needs to gather a window, plan and broadcast before a plan can be in force.
+RUNTIME_DELAY = 4
+
+
+def cluster_of(speeds: list[float], *, overlapped_s: float = 0.0) -> Cluster:
+    slowness = 1 / np.array(speeds)
+    return Cluster.two_point(
+        forward=Curve(fixed_s=0.004 * slowness, per_sample_s=1e-4 * slowness),
+        backward=Curve(fixed_s=0.004 * slowness, per_sample_s=3e-4 * slowness),
+        gamma=0.2,
+        overlapped_s=overlapped_s,
+        last_s=0.001,
+    )
+
+
+def excess(cluster: Cluster, local_batches: tuple[int, ...]) -> float:
+    """How much slower than OptPerf a split is, by the truth."""
+    return step_time(cluster, local_batches) / optimal_split(cluster, sum(local_batches)).step_s - 1
+
+
+@pytest.mark.parametrize("delay", [0, RUNTIME_DELAY])
+def test_thirty_noisy_steps_bring_a_cluster_near_optperf_and_thirty_more_after_a_rank_has_slowed_down(
+    delay: int,
+) -> None:
+    first, second = [], []
+    for seed in range(100):
+        rng = np.random.default_rng(seed)
+        cluster, total_batch = random_cluster(rng)
+        training = Training(Controller(Job(num_ranks=cluster.num_ranks, batch_size=total_batch)), rng, delay=delay)
+        first.append(excess(cluster, training.run(cluster, 30).local_batches))
+        changed = slowed(cluster, int(rng.integers(cluster.num_ranks)), 2.0)
+        second.append(excess(changed, training.run(changed, 30).local_batches))
+    for name, values in (("at first", first), ("after the change", second)):
+        within5, within3 = (np.array(values) <= 0.05).sum(), (np.array(values) <= 0.03).sum()
+        worst = int(np.argmax(values))
+        print(f"delay {delay}, {name}: {within5} within 5%, {within3} within 3%, worst seed {worst}: {max(values):.1%}")
+        assert within5 >= 95
+        assert within3 >= 90
+
+
+def test_even_comes_first_then_equation_8_then_optperf() -> None:
+    cluster = cluster_of([1.0, 0.5, 0.25])
+    training = Training(Controller(Job(num_ranks=3, batch_size=96)), np.random.default_rng(0))
+    training.run(cluster, 15, noise=0.0, outliers=0.0)
+    even, inverse, optperf, *_ = training.plans
+    assert [plan.phase for plan in (even, inverse, optperf)] == ["even", "inverse", "optperf"]
+    assert even.local_batches == (32, 32, 32)
+    sample_s = 1 / np.array([1.0, 0.5, 0.25])
+    assert inverse.local_batches == pytest.approx(96 / sample_s / (1 / sample_s).sum(), abs=1)
+    assert excess(cluster, optperf.local_batches) < 0.01
+
+
+def test_without_noise_three_windows_find_the_optimum_of_lines_and_of_floors() -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(20):
+        cluster, total_batch = random_cluster(rng, hard=True)
+        training = Training(Controller(Job(num_ranks=cluster.num_ranks, batch_size=total_batch)), rng)
+        plan = training.run(cluster, 40, noise=0.0, outliers=0.0)
+        assert excess(cluster, plan.local_batches) < 0.02
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.01, 0.03])
+def test_equal_ranks_stay_even(noise: float) -> None:
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        n = int(rng.integers(2, 17))
+        training = Training(Controller(Job(num_ranks=n, batch_size=64 * n)), rng, delay=RUNTIME_DELAY)
+        plan = training.run(cluster_of([1.0] * n), 100, noise=noise)
+        assert plan.local_batches == (64,) * n, plan.reason
+
+
+def test_a_settled_plan_is_kept_while_nothing_changes() -> None:
+    cluster = cluster_of([1.0, 0.5, 0.25], overlapped_s=0.01)
+    training = Training(Controller(Job(num_ranks=3, batch_size=384)), np.random.default_rng(3))
+    training.run(cluster, 60, noise=0.02)
+    settled = training.plans[-1].local_batches
+    training.run(cluster, 400, noise=0.02)
+    later = {plan.local_batches for plan in training.plans[-40:]}
+    assert all(np.abs(np.subtract(batches, settled)).max() <= 8 for batches in later)
+    assert len(later) <= 4
+
+
+def test_a_change_of_speed_is_named_with_rank_factor_and_step() -> None:
+    cluster = cluster_of([1.0, 0.5, 0.25])
+    controller = Controller(Job(num_ranks=3, batch_size=192))
+    training = Training(controller, np.random.default_rng(5))
+    training.run(cluster, 40, noise=0.03)
+    assert controller.learner.changes == []
+    training.run(slowed(cluster, 0, 2.0), 10, noise=0.03)
+    ((step, rank, factor),) = controller.learner.changes
+    assert rank == 0
+    assert 40 <= step <= 44
+    assert factor == pytest.approx(2.0, rel=0.1)
+    assert any("rank 0 takes" in plan.reason for plan in training.plans)
+
+
+def test_the_predicted_step_time_follows_the_measured_one() -> None:
+    cluster = cluster_of([1.0, 0.5, 0.25], overlapped_s=0.01)
+    training = Training(Controller(Job(num_ranks=3, batch_size=384)), np.random.default_rng(7))
+    plan = training.run(cluster, 100, noise=0.05, outliers=0.0)
+    window = measure(cluster, [plan] * 400, training.rng, noise=0.05, outliers=0.0)
+    assert plan.predicted_step_s == pytest.approx(float(np.median(window.step_s)), rel=0.03)
+
+
+def test_bounds_hold_in_every_phase() -> None:
+    cluster = cluster_of([1.0, 0.5, 0.25])
+    job = Job(num_ranks=3, batch_size=120, min_local=(1, 30, 20), max_local=(60, 200, 200))
+    training = Training(Controller(job), np.random.default_rng(9))
+    training.run(cluster, 60)
+    low, high = job.bounds
+    for plan in training.plans:
+        assert sum(plan.local_batches) == 120
+        assert (low <= plan.local_batches).all()
+        assert (plan.local_batches <= high).all()
+
+
+def test_the_total_batch_grows_with_the_noise_scale_and_never_beyond_its_limit() -> None:
+    cluster = cluster_of([1.0, 0.5, 0.25], overlapped_s=1.0)
+    totals = {}
+    for trace in (10.0, 1e3, 1e6):
+        job = Job(num_ranks=3, batch_size=96, max_batch_size=1536)
+        training = Training(Controller(job), np.random.default_rng(11))
+        totals[trace] = training.run(cluster, 200, noise=0.02, sqnorms=(1.0, trace)).total_batch
+        assert all(96 <= plan.total_batch <= 1536 for plan in training.plans)
+        sizes = [plan.total_batch for plan in training.plans]
+        assert max(b / a for a, b in itertools.pairwise(sizes)) <= 2.0
+    assert totals[10.0] < totals[1e3] <= totals[1e6] == 1536
+
+
+def test_without_a_maximum_the_total_stays() -> None:
+    training = Training(Controller(Job(num_ranks=3, batch_size=96)), np.random.default_rng(13))
+    training.run(cluster_of([1.0, 0.5, 0.25]), 100, sqnorms=(1.0, 1e6))
+    assert {plan.total_batch for plan in training.plans} == {96}
+
+
+def test_one_rank_keeps_the_whole_batch() -> None:
+    training = Training(Controller(Job(num_ranks=1, batch_size=32)), np.random.default_rng(15))
+    assert training.run(cluster_of([1.0]), 30).local_batches == (32,)
+
+
+def test_steps_marked_invalid_teach_nothing() -> None:
+    controller = Controller(Job(num_ranks=2, batch_size=32))
+    plan = controller.plan(0)
+    window = measure(cluster_of([1.0, 0.1]), [plan] * 5, np.random.default_rng(0))
+    window.valid[:] = False
+    controller.observe(window)
+    assert controller.plan(5) == plan
+
+
+def test_the_same_windows_give_the_same_plans() -> None:
+    def plans() -> list[Any]:
+        training = Training(Controller(Job(num_ranks=3, batch_size=96, max_batch_size=960)), np.random.default_rng(17))
+        training.run(cluster_of([1.0, 0.5, 0.25]), 100, sqnorms=(1.0, 500.0))
+        return training.plans
+
+    assert plans() == plans()
+
+
+@pytest.mark.parametrize("observed_only", [False, True])
+def test_a_saved_controller_goes_on_exactly_as_the_first_would_have(observed_only: bool) -> None:
+    cluster = cluster_of([1.0, 0.5, 0.25])
+    job = Job(num_ranks=3, batch_size=96, max_batch_size=960)
+    original = Controller(job)
+    training = Training(original, np.random.default_rng(19))
+    training.run(cluster, 60, sqnorms=(1.0, 500.0))
+    if observed_only:
+        original.observe(measure(cluster, [training.plans[-1]] * 5, training.rng))
+    restored = Controller(job)
+    restored.load_state_dict(json.loads(json.dumps(original.state_dict())))
+    rng = np.random.default_rng(21)
+    for k in range(5):
+        plan, other = original.plan(70 + 10 * k), restored.plan(70 + 10 * k)
+        assert plan == other
+        window = measure(cluster, [plan] * 10, rng, sqnorms=(1.0, 500.0))
+        original.observe(window)
+        restored.observe(window)
+
+
+def test_a_state_of_another_size_or_version_is_refused() -> None:
+    state = Controller(Job(num_ranks=3, batch_size=96)).state_dict()
+    with pytest.raises(StateError, match="3 ranks"):
+        Controller(Job(num_ranks=2, batch_size=96)).load_state_dict(state)
+    with pytest.raises(StateError, match="version"):
+        Controller(Job(num_ranks=3, batch_size=96)).load_state_dict({"version": 99})
+
+
+def test_windows_are_short_at_first_and_longer_later() -> None:
+    assert window_steps(0) == 5
+    assert window_steps(40) == 10

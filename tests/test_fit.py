@@ -1,0 +1,180 @@
+"""Curves, overlap ratios and communication times out of measured ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.synthetic import measure
+from cannikin.core.fit import bucket_times, fit_curves, pooled_gammas, shrunken_gammas, trimmed_mean
+from cannikin.core.learner import Learner
+from cannikin.core.perf import Cluster, Curve
+from cannikin.core.plans import make_plan
+from cannikin.core.records import StepWindow
+
+RNG = np.random.default_rng
+
+
+def fitted(batches: list[float], seconds: list[float], weight: float = 50.0, noise: float = 0.01) -> Curve:
+    points = np.array([batches]), np.array([seconds]), np.full((1, len(batches)), weight)
+    return fit_curves(*points, noise).curve
+
+
+def test_exact_points_give_their_line_back() -> None:
+    curve = fitted([4, 16, 64], [0.002 + 1e-4 * b for b in (4, 16, 64)])
+    assert curve.fixed_s[0] == pytest.approx(0.002, rel=0.01)
+    assert curve.per_sample_s[0] == pytest.approx(1e-4, rel=0.01)
+    assert curve.floor_s[0] == 0
+
+
+def test_a_floor_is_found_where_a_line_would_be_wrong_in_both_regimes() -> None:
+    truth = Curve(fixed_s=[0.001], per_sample_s=[1e-4], floor_s=[0.008])
+    batches = [8, 16, 32, 64, 128, 256, 512]  # flat up to 70
+    curve = fitted(batches, [float(truth.at([b])[0]) for b in batches])
+    assert curve.floor_s[0] == pytest.approx(0.008, rel=0.02)
+    assert curve.at([[10], [50], [100], [400]]) == pytest.approx(truth.at([[10], [50], [100], [400]]), rel=0.03)
+
+
+def test_a_line_is_not_taken_for_a_floor_because_of_noise() -> None:
+    rng = RNG(0)
+    floors = 0
+    for _ in range(200):
+        batches = np.array([8.0, 16.0, 32.0, 64.0])
+        seconds = (0.004 + 2e-4 * batches) * (1 + 0.05 / np.sqrt(10) * rng.standard_normal(4))
+        floors += fitted(list(batches), list(seconds), weight=10.0, noise=0.05).floor_s[0] > 0
+    assert floors <= 10
+
+
+def test_neither_slope_nor_fixed_time_is_ever_negative() -> None:
+    falling = fitted([8, 16], [0.010, 0.008])
+    assert falling.per_sample_s[0] == 0
+    assert falling.fixed_s[0] == pytest.approx(0.009, rel=0.05)
+    through_zero = fitted([8, 16], [0.008, 0.018])
+    assert through_zero.fixed_s[0] == 0
+
+
+def test_one_batch_size_does_not_identify_a_line_and_two_close_ones_do_not_either() -> None:
+    for batches, known in (([32.0, 1.0], False), ([32.0, 33.0], False), ([16.0, 64.0], True)):
+        weights = np.array([[20.0, 0.0 if batches[1] == 1.0 else 20.0]])
+        fit = fit_curves(np.array([batches]), np.array([[0.01, 0.012]]), weights, 0.05)
+        assert fit.known.tolist() == [known]
+        assert np.isfinite([fit.curve.fixed_s, fit.curve.per_sample_s]).all()
+
+
+def test_all_reduce_times_are_freed_of_waiting_for_a_slow_rank() -> None:
+    cluster = Cluster(
+        forward=Curve(fixed_s=[0.01, 0.05], per_sample_s=[0, 0]),
+        backward=Curve(fixed_s=[0.02, 0.10], per_sample_s=[0, 0]),
+        gammas=[0.2, 0.6, 1.0],
+        tails_s=[0.012, 0.008, 0.003],
+    )
+    plan = make_plan(0, (8, 8), phase="even", reason="")
+    window = measure(cluster, [plan] * 3, RNG(0), noise=0.0, outliers=0.0)
+    assert bucket_times(window) == pytest.approx(np.tile([0.004, 0.005, 0.003], (3, 1)))
+
+
+def test_queued_buckets_count_from_the_end_of_the_one_before() -> None:
+    cluster = Cluster(
+        forward=Curve(fixed_s=[0.01, 0.01], per_sample_s=[0, 0]),
+        backward=Curve(fixed_s=[0.02, 0.02], per_sample_s=[0, 0]),
+        gammas=[0.2, 0.6, 1.0],
+        tails_s=[0.3, 0.2, 0.1],
+    )
+    plan = make_plan(0, (8, 8), phase="even", reason="")
+    window = measure(cluster, [plan], RNG(0), noise=0.0, outliers=0.0)
+    assert bucket_times(window)[0] == pytest.approx([0.1, 0.1, 0.1])
+
+
+def test_buckets_done_out_of_order_still_sum_to_the_whole() -> None:
+    window = StepWindow(
+        first_step=0,
+        local_batches=np.array([[8, 8]]),
+        before_s=np.array([[0.01, 0.01]]),
+        ready_s=np.array([[[0.01, 0.02], [0.01, 0.02]]]),
+        done_s=np.array([[[0.05, 0.03], [0.05, 0.03]]]),  # two all-reduces at once, the second done first
+        local_sqnorm=np.full((1, 2), np.nan),
+        global_sqnorm=np.full(1, np.nan),
+    )
+    times = bucket_times(window)[0]
+    assert times == pytest.approx([0.04, 0.0])
+
+
+def test_equal_ratios_are_pooled_and_unlike_ones_kept_apart() -> None:
+    means, variances = np.array([[0.14], [0.16], [0.15]]), np.full((3, 1), 0.02**2)
+    assert shrunken_gammas(means, variances) == pytest.approx(np.full((3, 1), 0.15))
+    assert pooled_gammas(means, variances) == pytest.approx([0.15])
+    unlike, sharp = np.array([[0.12], [0.20], [0.15]]), np.full((3, 1), 0.001**2)
+    assert shrunken_gammas(unlike, sharp) == pytest.approx(unlike, rel=0.01)
+
+
+def test_a_noisy_rank_counts_less_in_the_common_ratio() -> None:
+    pooled = pooled_gammas(np.array([[0.15], [0.30]]), np.array([[1e-4], [1e-2]]))
+    assert pooled[0] == pytest.approx(0.15, abs=0.01)
+
+
+def test_the_trimmed_mean_ignores_outliers_and_knows_its_precision() -> None:
+    rng = RNG(2)
+    values = 1 + 0.1 * rng.standard_normal((4000, 1))
+    values[::50] *= 3
+    mean, variance = trimmed_mean(values)
+    assert mean[0] == pytest.approx(1.0, abs=0.01)
+    assert variance[0] == pytest.approx(0.1**2 / 4000, rel=0.1)
+
+
+def test_the_learner_recovers_a_noisy_cluster() -> None:
+    truth = Cluster(
+        forward=Curve(fixed_s=[0.004, 0.008], per_sample_s=[1e-4, 3e-4]),
+        backward=Curve(fixed_s=[0.006, 0.010], per_sample_s=[2e-4, 6e-4]),
+        gammas=[0.2, 0.5, 1.0],
+        tails_s=[0.009, 0.005, 0.002],
+    )
+    learner, rng = Learner(2), RNG(3)
+    for batches in ((32, 32), (48, 16), (56, 8), (40, 24)):
+        plan = make_plan(0, batches, phase="even", reason="")
+        learner.observe(measure(truth, [plan] * 20, rng, noise=0.03))
+    fit = learner.model(np.array([1, 1]), np.array([99, 99]))
+    assert fit.known.all()
+    cluster = fit.cluster
+    assert cluster is not None
+    assert learner.noise == pytest.approx(0.03, rel=0.3)
+    assert cluster.tails_s == pytest.approx(truth.tails_s, rel=0.05)
+    assert cluster.gammas == pytest.approx(truth.gammas, rel=0.05)
+    for batches in ((32, 32), (56, 8)):
+        assert cluster.forward.at(batches) == pytest.approx(truth.forward.at(batches), rel=0.03)
+        assert cluster.backward.at(batches) == pytest.approx(truth.backward.at(batches), rel=0.03)
+
+
+def test_before_the_first_step_the_learner_says_that_it_knows_nothing() -> None:
+    fit = Learner(2).model(np.array([1, 1]), np.array([9, 9]))
+    assert fit.cluster is None
+    assert "no step" in fit.reason
+
+
+def test_ranks_that_ran_one_batch_size_are_named() -> None:
+    cluster = Cluster(
+        forward=Curve(fixed_s=[0.004, 0.008], per_sample_s=[1e-4, 3e-4]),
+        backward=Curve(fixed_s=[0.006, 0.010], per_sample_s=[2e-4, 6e-4]),
+        gammas=[1.0],
+        tails_s=[0.002],
+    )
+    learner = Learner(2)
+    learner.observe(measure(cluster, [make_plan(0, (32, 32), phase="even", reason="")] * 5, RNG(0)))
+    fit = learner.model(np.array([1, 1]), np.array([99, 99]))
+    assert not fit.known.any()
+    assert "rank 0" in fit.reason
+    assert "[32]" in fit.reason
+
+
+def test_rebuilt_buckets_start_afresh() -> None:
+    learner, rng = Learner(2), RNG(1)
+    for tails in ([0.01], [0.009, 0.004]):
+        cluster = Cluster(
+            forward=Curve(fixed_s=[0.004, 0.008], per_sample_s=[1e-4, 3e-4]),
+            backward=Curve(fixed_s=[0.006, 0.010], per_sample_s=[2e-4, 6e-4]),
+            gammas=np.linspace(0.3, 1, len(tails)) if len(tails) > 1 else [1.0],
+            tails_s=tails,
+        )
+        learner.observe(measure(cluster, [make_plan(0, (32, 32), phase="even", reason="")] * 5, rng, noise=0.0))
+    model = learner.model(np.array([1, 1]), np.array([99, 99])).cluster
+    assert model is not None
+    assert model.tails_s == pytest.approx([0.009, 0.004])

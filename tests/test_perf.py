@@ -1,0 +1,152 @@
+"""The performance model against an event-by-event simulation, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cannikin.core.perf import Cluster, Curve, ring_factor, step_time
+from cannikin.errors import InvalidInputError
+from clusters import KINDS, draw_cluster, rng_of
+
+
+def simulate(cluster: Cluster, local_batches: np.ndarray) -> float:
+    """Bucket by bucket: its all-reduce starts when every rank has it ready and the one before is done."""
+    costs_s = -np.diff(cluster.tails_s, append=0.0)
+    done_s = 0.0
+    for bucket, cost_s in enumerate(costs_s):
+        ready_s = []
+        for rank, batch in enumerate(local_batches):
+            before_s, backward_s = (
+                max(curve.floor_s[rank], curve.fixed_s[rank] + curve.per_sample_s[rank] * batch)
+                for curve in (cluster.forward, cluster.backward)
+            )
+            ready_s.append(before_s + cluster.gammas[rank, bucket] * backward_s)
+        done_s = max(*ready_s, done_s) + cost_s
+    return done_s
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_step_time_equals_an_event_by_event_simulation(kind: str) -> None:
+    for seed in range(100):
+        rng = rng_of(kind, seed)
+        cluster = draw_cluster(rng, kind, int(rng.integers(1, 9)))
+        batches = rng.uniform(0, 60, cluster.num_ranks)
+        simulated_s = simulate(cluster, batches)
+        assert step_time(cluster, batches) == pytest.approx(simulated_s, rel=1e-12), f"kind={kind!r} seed={seed}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_step_time_is_the_largest_of_the_lines(kind: str) -> None:
+    for seed in range(50):
+        rng = rng_of(kind, seed)
+        cluster = draw_cluster(rng, kind, int(rng.integers(1, 9)))
+        batches = rng.uniform(0, 60, cluster.num_ranks)
+        alphas, betas = cluster.lines()
+        assert (betas >= 0).all()
+        highest_s = (alphas + betas * batches).max()
+        assert step_time(cluster, batches) == pytest.approx(highest_s, rel=1e-12), f"kind={kind!r} seed={seed}"
+
+
+def test_two_point_form_is_the_papers_maximum_of_two_cases() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        q, s, k, m, b = rng.uniform(0, 5, (5, 4))
+        gamma, overlapped_s, last_s = rng.random(), *rng.uniform(0, 50, 2)
+        forward, backward = Curve(fixed_s=s, per_sample_s=q), Curve(fixed_s=m, per_sample_s=k)
+        cluster = Cluster.two_point(
+            forward=forward, backward=backward, gamma=gamma, overlapped_s=overlapped_s, last_s=last_s
+        )
+        a, p = q * b + s, k * b + m
+        expected_s = max((a + p + last_s).max(), (a + gamma * p + overlapped_s + last_s).max())
+        assert step_time(cluster, b) == pytest.approx(expected_s, rel=1e-12)
+
+
+@pytest.mark.parametrize("n", range(2, 20))
+def test_a_ring_of_one_rank_less_scales_by_n_times_n_less_2_over_n_less_1_squared(n: int) -> None:
+    assert ring_factor(n, n - 1) == pytest.approx(n * (n - 2) / (n - 1) ** 2, rel=1e-15, abs=0)
+
+
+def test_a_single_rank_has_no_ring_to_scale() -> None:
+    assert ring_factor(1, 3) == 1.0
+
+
+def test_a_rank_that_leaves_takes_its_curves_bounds_and_name_along() -> None:
+    cluster = trio(min_batch=[1, 2, 3], max_batch=[10, 20, 30], names=["a", "b", "c"])
+    rest = cluster.without(1)
+    assert rest.names == ("a", "c")
+    assert rest.forward.fixed_s.tolist() == [1.0, 3.0]
+    assert (rest.min_batch.tolist(), rest.max_batch.tolist()) == ([1, 3], [10, 30])
+    assert rest.tails_s.tolist() == (cluster.tails_s * 0.75).tolist()
+
+
+def test_the_last_rank_cannot_leave() -> None:
+    alone = trio().without(0).without(0)
+    with pytest.raises(InvalidInputError, match="'rank2' is the only rank"):
+        alone.without(0)
+
+
+def test_a_curve_keeps_its_values_when_the_callers_array_changes() -> None:
+    fixed_s = np.array([1.0])
+    curve = Curve(fixed_s=fixed_s, per_sample_s=[1.0])
+    fixed_s[0] = -5.0
+    assert curve.fixed_s.tolist() == [1.0]
+
+
+def trio(**options: Any) -> Cluster:
+    curve = Curve(fixed_s=[1.0, 2.0, 3.0], per_sample_s=[1.0, 1.0, 1.0])
+    return Cluster(**({"forward": curve, "backward": curve, "gammas": [0.5, 1.0], "tails_s": [2.0, 1.0]} | options))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"fixed_s": [-1.0], "per_sample_s": [1.0]}, "fixed_s=[-1.0]: times must be finite and not negative"),
+        ({"fixed_s": [1.0], "per_sample_s": [np.nan]}, "per_sample_s=[nan]: times must be finite"),
+        ({"fixed_s": [1.0], "per_sample_s": [1.0], "floor_s": [np.inf]}, "floor_s=[inf]: times must be finite"),
+        ({"fixed_s": [1.0, 2.0], "per_sample_s": [1.0]}, "per_sample_s has shape (1,), fixed_s has (2,)"),
+        ({"fixed_s": [[1.0]], "per_sample_s": [[1.0]]}, "fixed_s has shape (1, 1)"),
+    ],
+)
+def test_a_curve_says_what_is_wrong_with_it(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidInputError, match=re.escape(words)):
+        Curve(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"gammas": [0.5, 0.9]}, "the last bucket's is 1"),
+        ({"gammas": [1.5, 1.0]}, "shares of backward lie in 0 to 1"),
+        ({"gammas": [np.nan, 1.0]}, "shares of backward lie in 0 to 1"),
+        ({"gammas": [1.0]}, "gammas have shape (1,), tails_s (2,)"),
+        ({"gammas": [[0.5, 1.0]] * 2}, "gammas have shape (2, 2)"),
+        ({"gammas": [], "tails_s": []}, "give one of each a bucket"),
+        ({"tails_s": [1.0, 2.0]}, "tails_s=[1.0, 2.0]: must be finite, not negative and not increasing"),
+        ({"tails_s": [1.0, -1.0]}, "not negative"),
+        ({"tails_s": [np.inf, 1.0]}, "must be finite"),
+        ({"backward": Curve(fixed_s=[1.0], per_sample_s=[1.0])}, "backward describes 1 ranks, forward describes 3"),
+        ({"min_batch": [1, 1]}, "min_batch describes 2 ranks, forward describes 3"),
+        ({"max_batch": [9] * 4}, "max_batch describes 4 ranks"),
+        ({"names": ["a"]}, "names describes 1 ranks"),
+        ({"min_batch": [0, 1, 1]}, "need 1 <= min_batch <= max_batch"),
+        ({"min_batch": [5, 5, 5], "max_batch": [9, 4, 9]}, "need 1 <= min_batch <= max_batch"),
+        ({"min_batch": 2}, "min_batch=2.0: give one whole number a rank"),
+        ({"min_batch": [1.5, 1, 1]}, "min_batch=[1.5, 1.0, 1.0]: give one whole number a rank"),
+        ({"max_batch": [np.nan, 9, 9]}, "give one whole number a rank"),
+        ({"max_batch": [2.0**60, 9, 9]}, "at most 9007199254740992"),
+        ({"max_batch": [[9], [9], [9]]}, "give one whole number a rank"),
+        ({"forward": Curve(fixed_s=[], per_sample_s=[])}, "forward describes 0 ranks: a cluster needs at least 1"),
+    ],
+)
+def test_a_cluster_says_what_is_wrong_with_it(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidInputError, match=re.escape(words)):
+        trio(**options)
+
+
+def test_step_time_wants_one_batch_a_rank() -> None:
+    with pytest.raises(InvalidInputError, match="2 local batches for 3 ranks"):
+        step_time(trio(), [1, 2])

@@ -1,0 +1,190 @@
+"""The baselines behind the same protocol as the controller."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks.synthetic import Training, measure
+from cannikin.core.adaptdl import fit_replicas, replica_times
+from cannikin.core.controller import Controller
+from cannikin.core.paper import PaperPlanner
+from cannikin.core.perf import Cluster, Curve, step_time
+from cannikin.core.planners import POLICIES, make_planner
+from cannikin.core.plans import even_batches, inverse_batches
+from cannikin.core.records import Job
+from cannikin.core.split import optimal_split
+from cannikin.errors import InvalidInputError, StateError
+
+CLUSTER = Cluster.two_point(
+    forward=Curve(fixed_s=[0.002, 0.004, 0.006], per_sample_s=[1e-4, 2e-4, 4e-4]),
+    backward=Curve(fixed_s=[0.002, 0.004, 0.006], per_sample_s=[3e-4, 6e-4, 12e-4]),
+    gamma=0.2,
+    overlapped_s=0.006,
+    last_s=0.002,
+)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_plans_within_the_job_and_says_why(policy: str) -> None:
+    job = Job(num_ranks=3, batch_size=96, max_batch_size=768, num_samples=96 * 20, max_local=400)
+    training = Training(make_planner(policy, job), np.random.default_rng(0))
+    training.run(CLUSTER, 150, sqnorms=(1.0, 400.0))
+    for plan in training.plans:
+        assert len(plan.local_batches) == 3
+        assert sum(plan.local_batches) == plan.total_batch
+        assert min(plan.local_batches) >= 1
+        assert max(plan.local_batches) <= 400
+        assert plan.reason
+    if policy != "paper":  # whose rounding need not keep the sum
+        assert all(96 <= plan.total_batch <= 768 for plan in training.plans)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_goes_on_from_its_saved_state(policy: str) -> None:
+    job = Job(num_ranks=3, batch_size=96, max_batch_size=768, num_samples=96 * 20)
+    first = make_planner(policy, job)
+    training = Training(first, np.random.default_rng(1))
+    training.run(CLUSTER, 90, sqnorms=(1.0, 400.0))
+    second = make_planner(policy, job)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    rng = np.random.default_rng(2)
+    for k in range(8):
+        plan = first.plan(100 + 10 * k)
+        assert second.plan(100 + 10 * k) == plan
+        window = measure(CLUSTER, [plan] * 10, rng, sqnorms=(1.0, 400.0))
+        first.observe(window)
+        second.observe(window)
+
+
+def test_even_never_changes() -> None:
+    planner = make_planner("even", Job(num_ranks=3, batch_size=98))
+    training = Training(planner, np.random.default_rng(3))
+    training.run(CLUSTER, 50)
+    assert {plan.local_batches for plan in training.plans} == {(33, 33, 32)}
+
+
+def test_lb_bsp_moves_five_samples_a_window_from_the_slowest_rank_to_the_fastest() -> None:
+    training = Training(make_planner("lb-bsp", Job(num_ranks=3, batch_size=192)), np.random.default_rng(4))
+    training.run(CLUSTER, 15, noise=0.0, outliers=0.0)
+    batches = [plan.local_batches for plan in training.plans]
+    assert batches[:3] == [(64, 64, 64), (69, 64, 59), (74, 64, 54)]
+
+
+def test_lb_bsp_stops_when_a_move_no_longer_helps() -> None:
+    training = Training(make_planner("lb-bsp", Job(num_ranks=3, batch_size=192)), np.random.default_rng(5))
+    plan = training.run(CLUSTER, 400, noise=0.0, outliers=0.0)
+    assert training.plans[-20].local_batches == plan.local_batches
+    compute = CLUSTER.forward.at(plan.local_batches) + CLUSTER.backward.at(plan.local_batches)
+    assert compute.max() / compute.min() < 1.2
+
+
+def test_lb_bsp_waits_until_its_last_move_is_in_force() -> None:
+    training = Training(make_planner("lb-bsp", Job(num_ranks=3, batch_size=192)), np.random.default_rng(6), delay=9)
+    training.run(CLUSTER, 40, noise=0.0, outliers=0.0)
+    moved = {plan.local_batches for plan in training.plans}
+    assert len(moved) == 1 + 8 // 2  # a move every second of eight windows
+
+
+def test_adaptdl_splits_evenly_and_chooses_its_total_once_an_epoch() -> None:
+    job = Job(num_ranks=3, batch_size=96, max_batch_size=960, num_samples=96 * 40)
+    training = Training(make_planner("adaptdl", job), np.random.default_rng(7))
+    training.run(CLUSTER, 35, sqnorms=(1.0, 1e5))
+    assert {plan.total_batch for plan in training.plans} == {96}
+    training.run(CLUSTER, 100, sqnorms=(1.0, 1e5))
+    assert training.plans[-1].total_batch > 300
+    assert all(max(plan.local_batches) - min(plan.local_batches) <= 1 for plan in training.plans)
+
+
+def test_adaptdls_model_is_recovered_from_its_own_times() -> None:
+    local = np.array([8.0, 16.0, 32.0, 64.0])
+    for truth in ((0.004, 2e-4, 0.006, 1.0), (0.004, 2e-4, 0.006, 3.0)):
+        alpha, beta, *_ = truth
+        fit = fit_replicas(local, alpha + beta * local, replica_times(truth, local))
+        assert replica_times(fit, local) == pytest.approx(replica_times(truth, local), rel=0.02)
+
+
+def test_adaptdl_with_one_batch_seen_takes_half_the_compute_time_as_fixed() -> None:
+    alpha, beta, *_ = fit_replicas(np.array([16.0]), np.array([0.010]), np.array([0.012]))
+    assert alpha == pytest.approx(0.005)
+    assert beta * 16 == pytest.approx(0.005)
+
+
+def test_the_paper_learns_for_two_epochs_and_reaches_optperf_in_the_third() -> None:
+    job = Job(num_ranks=3, batch_size=192, num_samples=192 * 20)
+    training = Training(PaperPlanner(job), np.random.default_rng(8))
+    training.run(CLUSTER, 70, noise=0.0, outliers=0.0)
+    phases = [plan.phase for plan in training.plans]
+    assert phases.index("inverse") < phases.index("optperf")
+    steps_in_even = sum(5 if k < 8 else 10 for k, phase in enumerate(phases) if phase == "even")
+    assert steps_in_even >= 20
+    plan = training.plans[-1]
+    optimum = optimal_split(CLUSTER, plan.total_batch).step_s
+    assert step_time(CLUSTER, plan.local_batches) <= 1.02 * optimum
+    assert plan.predicted_step_s == pytest.approx(optimum, rel=0.02)
+
+
+def test_the_paper_never_hands_out_negative_batches() -> None:
+    # Public CIFAR-10 measurements of an A100, a V100 and an RTX 6000: the equal-time split of 64 samples is negative.
+    fixed, slope = np.array([0.0268, 0.0699, 0.0261]), np.array([92.4e-6, 182e-6, 254e-6])
+    cluster = Cluster.two_point(
+        forward=Curve(fixed_s=fixed / 3, per_sample_s=slope / 3),
+        backward=Curve(fixed_s=fixed * 2 / 3, per_sample_s=slope * 2 / 3),
+        gamma=0.15,
+        overlapped_s=0.003,
+        last_s=0.001,
+    )
+    training = Training(PaperPlanner(Job(num_ranks=3, batch_size=64, num_samples=640)), np.random.default_rng(9))
+    plan = training.run(cluster, 60, noise=0.0, outliers=0.0)
+    assert "negative" in plan.reason or "samples" in plan.reason
+    assert min(plan.local_batches) >= 1
+    assert plan.total_batch == pytest.approx(64, abs=1)
+
+
+def test_equation_8_gives_batches_in_inverse_proportion_within_the_bounds() -> None:
+    job = Job(num_ranks=3, batch_size=70, max_local=(30, 99, 99))
+    assert inverse_batches(job, 70, np.array([1.0, 2.0, 4.0])) == (30, 27, 13)
+    assert inverse_batches(Job(num_ranks=3, batch_size=70), 70, np.array([1.0, 2.0, 4.0])) == (40, 20, 10)
+
+
+def test_the_even_split_respects_bounds() -> None:
+    assert even_batches(Job(num_ranks=3, batch_size=10), 10) == (4, 3, 3)
+    assert even_batches(Job(num_ranks=3, batch_size=10, max_local=(2, 9, 9)), 10) == (2, 4, 4)
+
+
+def test_an_unknown_policy_lists_the_known_ones() -> None:
+    with pytest.raises(InvalidInputError, match="cannikin, even, lb-bsp, adaptdl, paper"):
+        make_planner("fastest", Job(num_ranks=2, batch_size=8))
+
+
+def test_underscores_in_a_policys_name_are_forgiven() -> None:
+    assert make_planner("lb_bsp", Job(num_ranks=2, batch_size=8)).plan(0).phase == "lb-bsp"
+
+
+@pytest.mark.parametrize("policy", ["cannikin", "lb-bsp", "adaptdl", "paper"])
+def test_a_state_for_another_number_of_ranks_is_refused(policy: str) -> None:
+    state = make_planner(policy, Job(num_ranks=3, batch_size=96)).state_dict()
+    with pytest.raises(StateError):
+        make_planner(policy, Job(num_ranks=2, batch_size=96)).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_ranks": 0}, "at least 1 rank"),
+        ({"batch_size": 2}, "3 to"),
+        ({"max_local": 10}, "3 to 30"),
+        ({"max_local": (10, 10)}, "2 local bounds for 3 ranks"),
+        ({"min_local": 20, "max_local": 10}, "min_local"),
+        ({"max_batch_size": 50}, "max_batch_size=50"),
+    ],
+)
+def test_an_impossible_job_is_refused_with_the_limit(change: dict[str, object], words: str) -> None:
+    with pytest.raises(InvalidInputError, match=words):
+        Job(**({"num_ranks": 3, "batch_size": 96} | change))  # type: ignore[arg-type]
+
+
+def test_the_controller_is_the_policy_of_our_name() -> None:
+    assert isinstance(make_planner("cannikin", Job(num_ranks=2, batch_size=8)), Controller)

@@ -1,0 +1,254 @@
+"""The public names, that nothing public needs torch, and that imports go one way (design: layers)."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import cannikin
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "cannikin"
+EXAMPLE = ROOT / "examples" / "clusters" / "three-kinds.toml"
+
+PUBLIC = [
+    "Cluster",
+    "Curve",
+    "NoiseEstimate",
+    "NoiseTracker",
+    "Split",
+    "__version__",
+    "load_cluster",
+    "noise_scale",
+    "optimal_split",
+    "step_time",
+]
+
+
+def test_the_public_names_are_exactly_these():
+    assert cannikin.__all__ == PUBLIC
+    assert dir(cannikin) == sorted(PUBLIC)
+    assert set(cannikin._HOMES) == set(PUBLIC) - {"__version__"}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_resolves_to_what_its_module_exports(name):
+    value = getattr(cannikin, name)
+    if name in cannikin._HOMES:
+        home = sys.modules[cannikin._HOMES[name]]
+        assert value is getattr(home, name)
+        assert name in home.__all__
+
+
+def test_an_unknown_name_is_an_ordinary_attribute_error():
+    with pytest.raises(AttributeError, match="module 'cannikin' has no attribute 'nonsense'"):
+        _ = cannikin.nonsense
+
+
+# Without torch
+
+PLAN = f"""
+from cannikin.cli import main
+try:
+    main(["plan", {str(EXAMPLE)!r}, "--batch", "1024"])
+except SystemExit as end:
+    assert end.code == 0, end.code
+"""
+EVERYTHING = "import cannikin\nfor name in cannikin.__all__: getattr(cannikin, name)\n"
+BLOCKER = """
+import sys
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, NoTorch())
+"""
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+@pytest.mark.parametrize("code", ["import cannikin\n", EVERYTHING, PLAN], ids=["import", "every name", "plan"])
+def test_torch_is_never_imported(code):
+    run(f"{code}\nimport sys\nassert 'torch' not in sys.modules")
+
+
+@pytest.mark.parametrize("code", [EVERYTHING, PLAN], ids=["every name", "plan"])
+def test_all_of_it_works_where_torch_cannot_be_imported(code):
+    run(BLOCKER + code)
+
+
+def test_importing_the_package_imports_nothing_but_itself():
+    loaded = run("import sys; before = set(sys.modules)\nimport cannikin\nprint(*set(sys.modules) - before)")
+    assert {name for name in loaded.split() if name.startswith(("cannikin", "numpy", "msgspec", "click", "rich"))} == {
+        "cannikin",
+        "cannikin._version",
+    }
+
+
+def test_help_imports_no_verb():
+    code = """
+import sys
+from cannikin.cli import main
+try:
+    main(["--help"])
+except SystemExit:
+    pass
+assert "cannikin.cli.plan" not in sys.modules
+"""
+    assert "plan" in run(code)
+
+
+def test_a_name_that_needs_torch_says_how_to_get_it(tmp_path):
+    (tmp_path / "needs_torch.py").write_text("import torch.nn\nThing = torch.nn.Module\n")
+    (tmp_path / "needs_other.py").write_text("import no_such_package\n")
+    code = f"""
+sys.path.insert(0, {str(tmp_path)!r})
+import cannikin
+cannikin._HOMES |= {{"Thing": "needs_torch", "Other": "needs_other"}}
+for name in ("Thing", "Other"):
+    try:
+        getattr(cannikin, name)
+    except ImportError as error:
+        print(error)
+"""
+    needs_torch, needs_other = run(BLOCKER + code).splitlines()
+    assert needs_torch == "cannikin.Thing needs PyTorch: pip install 'cannikin[torch]'"
+    assert needs_other == "No module named 'no_such_package'"
+
+
+# The direction of imports
+
+LAYERS = [
+    {"_version", "errors"},
+    {"core"},
+    {"runlog", "cluster_file"},
+    {"runtime", "sim", "lab", "report"},
+    {"integrations", "demo"},
+    {"cli"},
+    {"__init__", "__main__"},
+]
+LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
+# What reaches the clock, the environment, files, other processes or global randomness.
+EFFECTS = {
+    *("os", "io", "pathlib", "glob", "tempfile", "shutil", "pickle", "shelve", "sqlite3", "mmap", "fcntl", "logging"),
+    *("time", "datetime", "random", "secrets", "uuid", "platform", "getpass", "signal", "ctypes"),
+    *("subprocess", "socket", "select", "threading", "multiprocessing", "asyncio", "urllib", "http"),
+}
+RANDOM = {"np.random", "numpy.random"}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts)
+
+
+def imports(tree: ast.AST, module: str) -> Iterator[str]:
+    """Every module a source file imports, in full, `from x import y` as `x.y`."""
+    package = module.split(".")[:-1]
+    for part in ast.walk(tree):
+        if isinstance(part, ast.Import):
+            yield from (alias.name for alias in part.names)
+        elif isinstance(part, ast.ImportFrom):
+            base = package[: len(package) - part.level + 1] if part.level else []
+            stem = ".".join([*base, *([part.module] if part.module else [])])
+            yield from (f"{stem}.{alias.name}" for alias in part.names)
+
+
+def layer(module: str) -> str:
+    """The part of the package a module belongs to: `cannikin.core.perf.Cluster` to `core`, `cannikin` to `__init__`."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] in LEVEL else "__init__"
+
+
+def violations(source: str, module: str) -> list[str]:
+    """What a source file must not do, by the layer it is in."""
+    here = layer(module)
+    found = []
+    tree = ast.parse(source)
+    for name in imports(tree, module):
+        root = name.partition(".")[0]
+        if root == "cannikin":
+            there = layer(name)
+            if there != here and LEVEL[there] >= LEVEL[here]:
+                found.append(f"{module} imports {name}: {here} is not above {there}")
+        elif here == "core" and (root in EFFECTS or root not in {*sys.stdlib_module_names, "numpy"}):
+            found.append(f"{module} imports {name}: core knows only numpy and the pure standard library")
+    if here == "core":
+        found += [f"{module} calls {name}" for name in effects(tree)]
+    return found
+
+
+def effects(tree: ast.AST) -> Iterator[str]:
+    """Files, the terminal and numpy's global randomness, which need no import."""
+    for part in ast.walk(tree):
+        if (
+            isinstance(part, ast.Call)
+            and isinstance(part.func, ast.Name)
+            and part.func.id in {"open", "print", "input"}
+        ):
+            yield part.func.id
+        seeded = {"default_rng", "Generator", "SeedSequence"}
+        if isinstance(part, ast.Attribute) and part.attr not in seeded and ast.unparse(part.value) in RANDOM:
+            yield ast.unparse(part)
+
+
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=[module_name(path) for path in FILES])
+def test_imports_go_one_way(path):
+    assert layer(module_name(path)) in LEVEL
+    assert violations(path.read_text(), module_name(path)) == []
+
+
+def test_every_part_of_the_package_has_a_layer():
+    parts = {path.stem if path.is_file() else path.name for path in SOURCE.iterdir() if path.suffix in {"", ".py"}}
+    assert parts - {"__pycache__"} <= set(LEVEL)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("cannikin.core.perf", "import torch"),
+        ("cannikin.core.perf", "import scipy.optimize"),
+        ("cannikin.core.perf", "from time import monotonic"),
+        ("cannikin.core.perf", "def f():\n    import os.path"),
+        ("cannikin.core.perf", "import numpy as np\nnp.random.seed(0)"),
+        ("cannikin.core.perf", "open('x')"),
+        ("cannikin.core.perf", "from cannikin.cluster_file import load_cluster"),
+        ("cannikin.core.perf", "from ..cluster_file import load_cluster"),
+        ("cannikin.core.perf", "from .. import cli"),
+        ("cannikin.core.perf", "from cannikin import load_cluster"),
+        ("cannikin.errors", "import cannikin.core"),
+        ("cannikin.cluster_file", "from cannikin.runlog import read"),
+        ("cannikin.runtime.engine", "from cannikin.sim import hardware"),
+        ("cannikin.report.html", "from cannikin.cli.plan import command"),
+        ("cannikin.demo.run", "import cannikin.integrations.lightning"),
+        ("cannikin.cli.plan", "import cannikin"),
+    ],
+)
+def test_the_check_sees_a_wrong_import(module, source):
+    assert len(violations(source, module)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("cannikin.core.perf", "import math, numpy.typing\nfrom . import records\nfrom cannikin import errors"),
+        ("cannikin.core.perf", "import numpy as np\nrng = np.random.default_rng(0)"),
+        ("cannikin.runtime.engine", "import torch, os\nfrom cannikin.runtime.hook import Hook"),
+        ("cannikin.cli.demo", "from cannikin.demo import run\nfrom cannikin.sim.engine import simulate"),
+        ("cannikin.__init__", "from cannikin.runtime.engine import attach"),
+    ],
+)
+def test_the_check_lets_a_right_import_pass(module, source):
+    assert violations(source, module) == []
