@@ -1,0 +1,222 @@
+"""From the values of the core to the records of a log, seconds to milliseconds, and back for a replay.
+
+Legend: S steps of a window, n ranks, J gradient buckets.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from cannikin.core.noise_tracker import NoiseTracker
+from cannikin.core.records import NO_MAX, BoolArray, FloatArray, Job, Plan, StepWindow
+from cannikin.errors import InvalidInputError
+from cannikin.runlog.records import JobInfo, NoiseRecord, PlanRecord, Real, Reals, Timeline, WindowRecord
+
+__all__ = ["job_info", "noise_record", "plan_record", "replay_window", "window_record"]
+
+_DECIMALS = 4  # of a millisecond: finer than any clock used, and half the bytes of a full double
+
+
+def job_info(job: Job) -> JobInfo:
+    """A job as a header has it, one pair of bounds a rank.
+
+    Example:
+        >>> job_info(Job(num_ranks=2, batch_size=64, max_local=(48, 2**53))).max_local
+        (48, None)
+    """
+    low, high = (bound.tolist() for bound in job.bounds)
+    return JobInfo(
+        batch_size=job.batch_size,
+        max_batch_size=job.max_batch_size,
+        min_local=tuple(low),
+        max_local=tuple(None if bound >= NO_MAX else bound for bound in high),
+        num_samples=job.num_samples,
+    )
+
+
+def plan_record(plan: Plan, step: int, *, elapsed_ms: float | None = None) -> PlanRecord:
+    """A plan that was decided at `step`.
+
+    Example:
+        >>> plan = Plan(first_step=14, total_batch=32, local_batches=(24, 8), micro_batches=(1, 1),
+        ...             predicted_step_s=0.05, phase="optperf", reason="rank 1 is slow")
+        >>> plan_record(plan, 10).predicted_step_ms
+        50.0
+    """
+    predicted_ms = None if plan.predicted_step_s is None else _ms(plan.predicted_step_s)
+    return PlanRecord(
+        step=step,
+        first_step=plan.first_step,
+        total_batch=plan.total_batch,
+        local_batches=plan.local_batches,
+        micro_batches=plan.micro_batches,
+        predicted_step_ms=predicted_ms,
+        phase=plan.phase,
+        reason=plan.reason,
+        elapsed_ms=elapsed_ms,
+    )
+
+
+def noise_record(tracker: NoiseTracker) -> NoiseRecord:
+    """What a tracker knows by now.
+
+    Example:
+        >>> tracker = NoiseTracker(initial_batch=32)
+        >>> _ = tracker.update([8, 24], [3.0, 2.0], 1.75)
+        >>> record = noise_record(tracker)
+        >>> round(record.noise_scale, 2), record.high  # no limit can be given after one step
+        (14.34, None)
+    """
+    low, high = tracker.limits
+    return NoiseRecord(
+        signal_sqnorm=_finite(tracker.signal_sqnorm),
+        noise_trace=_finite(tracker.noise_trace),
+        noise_scale=_finite(tracker.noise_scale),
+        low=_finite(low),
+        high=_finite(high),
+        flags=tracker.flags,
+    )
+
+
+def window_record(
+    window: StepWindow,
+    *,
+    loader_s: FloatArray | None = None,
+    other_s: FloatArray | None = None,
+    noise: NoiseRecord | None = None,
+    progress: float | None = None,
+    lr_factor: float | None = None,
+    num_skipped: int = 0,
+    elapsed_ms: float | None = None,
+) -> WindowRecord:
+    """A window as medians over its steps, and the full timeline of the step whose duration is the median one.
+
+    Only the valid steps of the most frequent split count (the latest such split, should two be equally frequent): a
+    plan that took effect inside the window, or an epoch's short last batch, does not blur the medians. There is no
+    timeline where no step counts on every rank.
+
+    Args:
+        window: what was measured, at least one step.
+        loader_s, other_s: waiting for data, and the user's own work between steps, [S, n].
+        noise, progress, lr_factor, num_skipped, elapsed_ms: as in `WindowRecord`.
+
+    Example:
+        >>> window = StepWindow(
+        ...     first_step=10, local_batches=np.array([[24, 8]]), before_s=np.array([[0.010, 0.012]]),
+        ...     ready_s=np.array([[[0.010, 0.020], [0.012, 0.023]]]),
+        ...     done_s=np.array([[[0.015, 0.030], [0.013, 0.028]]]),
+        ...     local_sqnorm=np.ones((1, 2)), global_sqnorm=np.ones(1))
+        >>> record = window_record(window)
+        >>> record.step_ms, record.backward_ms, record.wait_ms
+        (40.0, (20.0, 23.0), (5.0, 0.0))
+    """
+    if not window.num_steps:
+        raise InvalidInputError(f"the window at step {window.first_step} has no steps: there is nothing to record")
+    split = _usual_split(window)
+    counted: BoolArray = window.valid & (window.local_batches == split).all(axis=1, keepdims=True)
+    backward_s, done_s = window.ready_s[..., -1], window.done_s.max(axis=-1)
+    step_s = _medians(window.step_s.T, counted.T)
+    columns = {"before_ms": window.before_s, "backward_ms": backward_s, "done_ms": done_s}
+    columns["wait_ms"] = _waits(done_s - backward_s, counted)
+    columns |= {name: extra for name, extra in (("loader_ms", loader_s), ("other_ms", other_s)) if extra is not None}
+    return WindowRecord(
+        first_step=window.first_step,
+        num_steps=window.num_steps,
+        num_valid=int(counted.all(axis=1).sum()),
+        total_batch=sum(split),
+        local_batches=split,
+        step_ms=_ms(_medians(step_s[:, None], np.isfinite(step_s)[:, None])[0]),
+        elapsed_ms=_finite(elapsed_ms),
+        progress=_finite(progress),
+        lr_factor=_finite(lr_factor),
+        num_skipped=num_skipped,
+        noise=noise,
+        timeline=_timeline(window, np.where(counted.all(axis=1), step_s, np.inf)),
+        **{name: _row_ms(_medians(values, counted)) for name, values in columns.items()},
+    )
+
+
+def replay_window(record: WindowRecord) -> StepWindow | None:
+    """The step of a record's timeline as a window of one step, without norms; None where there is no timeline.
+
+    Example:
+        >>> line = Timeline(step=12, local_batches=(24, 8), before_ms=(10.0, 12.0), ready_ms=((20.0,), (23.0,)),
+        ...                 done_ms=((30.0,), (28.0,)))
+        >>> record = WindowRecord(first_step=10, num_steps=5, num_valid=5, total_batch=32, local_batches=(24, 8),
+        ...                       timeline=line)
+        >>> replay_window(record).step_s.tolist()
+        [[0.04, 0.04]]
+    """
+    line = record.timeline
+    if line is None:
+        return None
+    before_s, ready_s, done_s = (
+        np.array([times], dtype=np.float64) / 1000 for times in (line.before_ms, line.ready_ms, line.done_ms)
+    )
+    return StepWindow(
+        first_step=line.step,
+        local_batches=np.array([line.local_batches], dtype=np.int64),
+        before_s=before_s,
+        ready_s=ready_s,
+        done_s=done_s,
+        local_sqnorm=np.full(before_s.shape, np.nan),
+        global_sqnorm=np.full(1, np.nan),
+        valid=np.isfinite(before_s) & np.isfinite(ready_s).all(axis=-1) & np.isfinite(done_s).all(axis=-1),
+    )
+
+
+def _usual_split(window: StepWindow) -> tuple[int, ...]:
+    """The split with the most valid measurements; of several, the latest."""
+    counts: dict[tuple[int, ...], int] = {}
+    rows = zip(window.local_batches.tolist(), window.valid.sum(axis=1).tolist(), strict=True)
+    for batches, num_valid in reversed(list(rows)):
+        counts[tuple(batches)] = counts.get(tuple(batches), 0) + num_valid
+    return max(counts, key=lambda split: counts[split])
+
+
+def _waits(tail_s: FloatArray, counted: BoolArray) -> FloatArray:
+    """How much longer each rank took from its last bucket to the end than the rank that took least, [S, n]."""
+    with np.errstate(invalid="ignore"):
+        shortest_s = np.where(counted, tail_s, np.inf).min(axis=1, keepdims=True)
+        waits: FloatArray = tail_s - shortest_s
+    return waits
+
+
+def _medians(values: FloatArray, counted: BoolArray) -> FloatArray:
+    """Median of each column over its finite counted entries; inf where it has none."""
+    finite = counted & np.isfinite(values)
+    ordered = np.sort(np.where(finite, values, np.inf), axis=0)
+    num, column = finite.sum(axis=0), np.arange(values.shape[1])
+    middle: FloatArray = (ordered[(num - 1) // 2, column] + ordered[num // 2 - (num == 0), column]) / 2
+    return middle
+
+
+def _timeline(window: StepWindow, step_s: FloatArray) -> Timeline | None:
+    """The step in the middle by duration; infinite durations are steps that may not be taken."""
+    num = int(np.isfinite(step_s).sum())
+    if not num:
+        return None
+    s = int(np.argsort(step_s, kind="stable")[(num - 1) // 2])
+    return Timeline(
+        step=window.first_step + s,
+        local_batches=tuple(window.local_batches[s].tolist()),
+        before_ms=_row_ms(window.before_s[s]),
+        ready_ms=tuple(_row_ms(row) for row in window.ready_s[s]),
+        done_ms=tuple(_row_ms(row) for row in window.done_s[s]),
+    )
+
+
+def _row_ms(times_s: FloatArray) -> Reals:
+    return tuple(map(_finite, np.round(times_s * 1000, _DECIMALS).tolist()))
+
+
+def _ms(time_s: float) -> Real:
+    return _finite(round(float(time_s) * 1000, _DECIMALS))
+
+
+def _finite(value: Any) -> Real:
+    """The number, or None where it is none."""
+    return float(value) if value is not None and math.isfinite(value) else None

@@ -1,0 +1,250 @@
+"""Reads a run log: at once, or bit by bit while it is being written."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from cannikin.errors import RunLogError
+from cannikin.runlog.records import (
+    FORMAT,
+    RUNLOG_NAME,
+    VERSION,
+    EventRecord,
+    Header,
+    PlanRecord,
+    Record,
+    WindowRecord,
+)
+
+__all__ = ["RunLog", "RunLogReader", "check_first_line", "read_runlog"]
+
+_CHUNK_BYTES = 2**20
+_MAX_HEADER_BYTES = 2**26  # a thousand times the header of 1,000 ranks
+
+
+class _Tag(msgspec.Struct):
+    type: str
+
+
+class _Preamble(msgspec.Struct):
+    format: str
+    version: int
+    cannikin_version: str = "unknown"
+
+
+_KNOWN_TYPES = {str(kind.__struct_config__.tag) for kind in (Header, WindowRecord, PlanRecord, EventRecord)}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RunLog:
+    """A run log as far as it has been written, each kind of record in the order of the file.
+
+    `headers` has one entry, and one more for each resume. `num_unknown` lines are of types this version does not know,
+    `num_unreadable` ones are damaged; `truncated` says that the log ends inside a line.
+    """
+
+    headers: tuple[Header, ...]
+    windows: tuple[WindowRecord, ...]
+    plans: tuple[PlanRecord, ...]
+    events: tuple[EventRecord, ...]
+    num_unknown: int
+    num_unreadable: int
+    truncated: bool
+
+    @property
+    def header(self) -> Header:
+        """The first header."""
+        return self.headers[0]
+
+    @property
+    def last_step(self) -> int:
+        """The highest step of which the log tells."""
+        steps = [self.header.first_step]
+        steps += [window.first_step + window.num_steps - 1 for window in self.windows]
+        steps += [plan.step for plan in self.plans]
+        return max([*steps, *(event.step for event in self.events)])
+
+
+class RunLogReader:
+    """Reads on from where it stopped, so that a log can be followed while it is being written.
+
+    `num_unknown` and `num_unreadable` count the lines left out so far, and `truncated` says that part of a line has
+    come that is not complete yet.
+
+    Args:
+        path: a log, or a run directory that holds one.
+
+    Raises:
+        RunLogError: the file is missing, is no run log, or has another version of the format; here or when polled.
+
+    Example:
+        >>> import tempfile
+        >>> from cannikin.runlog import JobInfo, RunLogWriter
+        >>> job = JobInfo(batch_size=64)
+        >>> header = Header(cannikin_version="1", started="", policy="even", world_size=2, job=job)
+        >>> with tempfile.TemporaryDirectory() as folder, RunLogWriter(Path(folder, "runlog.jsonl")) as log:
+        ...     log.write(header)
+        ...     with RunLogReader(folder) as reader:
+        ...         print(len(reader.poll()), len(reader.poll()))
+        ...         log.write(EventRecord(step=3, kind="note", text="hello"))
+        ...         print([event.text for event in reader.poll()])
+        1 0
+        ['hello']
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path, RUNLOG_NAME) if os.path.isdir(path) else Path(path)
+        self.num_unknown = 0
+        self.num_unreadable = 0
+        self._rest = b""
+        self._begun = False
+        self._position = 0
+        self._decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
+        try:
+            self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except (OSError, ValueError) as error:  # a null character in the path is a ValueError
+            reason = getattr(error, "strerror", error)
+            raise RunLogError(f"{self.path}: cannot be read: {reason}; give a run directory or its log") from error
+        self._closer = weakref.finalize(self, os.close, self._file)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the file; again is fine."""
+        self._closer()
+
+    @property
+    def truncated(self) -> bool:
+        """Whether what was read so far ends inside a line."""
+        return bool(self._rest)
+
+    def poll(self) -> list[Record]:
+        """The records completed since the last call; an empty list where there are none."""
+        return list(self.records())
+
+    def records(self) -> Iterator[Record]:
+        """The same one by one, for logs that do not fit into memory."""
+        end = self._end()  # as of now: a writer may be faster than its reader
+        while self._position < end and (chunk := self._read()):
+            *lines, self._rest = (self._rest + chunk).split(b"\n")
+            if not self._begun:
+                self._begin(lines)
+            for line in lines:
+                if (record := self._decoded(line)) is not None:
+                    yield record
+
+    def _end(self) -> int:
+        size = os.fstat(self._file).st_size
+        if size < self._position:
+            raise RunLogError(f"{self.path}: became shorter while it was being read: open it again")
+        return size
+
+    def _read(self) -> bytes:
+        try:
+            chunk = os.read(self._file, _CHUNK_BYTES)
+        except OSError as error:
+            raise RunLogError(f"{self.path}: cannot be read: {error.strerror}") from error
+        self._position += len(chunk)
+        return chunk
+
+    def _begin(self, lines: list[bytes]) -> None:
+        """Refuse what does not begin like a log of ours, as soon as that shows."""
+        if lines:
+            check_first_line(lines[0], self.path)
+            self._begun = True
+        elif not self._rest.startswith(b"{") or len(self._rest) > _MAX_HEADER_BYTES:
+            raise RunLogError(_foreign(self.path))
+
+    def _decoded(self, line: bytes) -> Record | None:
+        """The record in a line; None, and counted, where there is none that this version can read."""
+        try:
+            return self._decoder.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            pass
+        try:
+            known = msgspec.json.decode(line, type=_Tag).type in _KNOWN_TYPES
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            known = True
+        self.num_unreadable += known
+        self.num_unknown += not known
+        return None
+
+
+def check_first_line(line: bytes, path: str | os.PathLike[str]) -> None:
+    """Raise `RunLogError` unless the line is the header of a log that this version reads."""
+    try:
+        preamble = msgspec.json.decode(line, type=_Preamble)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RunLogError(_foreign(path)) from error
+    if preamble.format != FORMAT:
+        raise RunLogError(_foreign(path))
+    if preamble.version != VERSION:
+        raise RunLogError(
+            f"{os.fspath(path)}: is a log of version {preamble.version}, by cannikin {preamble.cannikin_version!r}, "
+            f"and this one reads version {VERSION}: use the cannikin that wrote it, or a newer one"
+        )
+    try:
+        msgspec.json.decode(line, type=Header)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RunLogError(f"{os.fspath(path)}: has a damaged header: {error}") from error
+
+
+def _foreign(path: str | os.PathLike[str]) -> str:
+    return f"{os.fspath(path)}: is not a run log: its first line is not the header of one"
+
+
+def read_runlog(path: str | os.PathLike[str], *, timelines: bool = True) -> RunLog:
+    """A whole log, finished, broken off or still being written.
+
+    Args:
+        path: a log, or a run directory that holds one.
+        timelines: whether windows keep their timelines, which are most of a long log's memory.
+
+    Raises:
+        RunLogError: the file is missing, is no run log, has no header yet, or has another version of the format.
+
+    Example:
+        >>> import tempfile
+        >>> from cannikin.runlog import JobInfo, RunLogWriter
+        >>> job = JobInfo(batch_size=64)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder, "run", "runlog.jsonl")
+        ...     with RunLogWriter(path) as log:
+        ...         log.write(Header(cannikin_version="1", started="", policy="even", world_size=2, job=job))
+        ...         log.write(EventRecord(step=3, kind="epoch", data={"epoch": 1}))
+        ...     _ = path.write_bytes(path.read_bytes() + b'{"type":"ev')  # killed here
+        ...     run = read_runlog(path)
+        >>> run.header.policy, run.events[0].data, run.last_step, run.truncated
+        ('even', {'epoch': 1}, 3, True)
+    """
+    with RunLogReader(path) as reader:
+        records = [record if timelines else _without_timeline(record) for record in reader.records()]
+    if not records:
+        raise RunLogError(f"{reader.path}: has no header yet: the run has only just begun, or ended at once")
+    return RunLog(
+        headers=tuple(record for record in records if isinstance(record, Header)),
+        windows=tuple(record for record in records if isinstance(record, WindowRecord)),
+        plans=tuple(record for record in records if isinstance(record, PlanRecord)),
+        events=tuple(record for record in records if isinstance(record, EventRecord)),
+        num_unknown=reader.num_unknown,
+        num_unreadable=reader.num_unreadable,
+        truncated=reader.truncated,
+    )
+
+
+def _without_timeline(record: Record) -> Record:
+    return msgspec.structs.replace(record, timeline=None) if isinstance(record, WindowRecord) else record

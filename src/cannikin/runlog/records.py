@@ -1,0 +1,205 @@
+"""The records of a run log, as they are in memory and, field by field, in the file.
+
+Legend: n ranks, J gradient buckets. `Real` is a finite number or None: what was NaN or infinite, or is not known.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+__all__ = [
+    "FORMAT",
+    "RUNLOG_NAME",
+    "VERSION",
+    "EventRecord",
+    "Header",
+    "JobInfo",
+    "ModelInfo",
+    "NoiseRecord",
+    "Observer",
+    "PlanRecord",
+    "RankInfo",
+    "Real",
+    "Reals",
+    "Record",
+    "Timeline",
+    "WindowRecord",
+]
+
+FORMAT = "cannikin-runlog"
+VERSION = 1
+RUNLOG_NAME = "runlog.jsonl"  # in the run directory
+
+Real = float | None
+Reals = tuple[float | None, ...]
+
+
+class JobInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the planner may choose from; None in `max_local` is no bound, in `max_batch_size` a fixed total batch."""
+
+    batch_size: int
+    max_batch_size: int | None = None
+    min_local: tuple[int, ...] = ()
+    max_local: tuple[int | None, ...] = ()
+    num_samples: int | None = None
+
+
+class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a rank runs; `name` is for people, such as the node's name in a cluster file."""
+
+    name: str = ""
+    host: str = ""
+    device: str = ""
+    memory_bytes: int | None = None
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What is trained; `bucket_bytes` has one entry a gradient bucket, in the order they are reduced."""
+
+    name: str = ""
+    num_parameters: int | None = None
+    bucket_bytes: tuple[int, ...] = ()
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="header"):
+    """What runs, on what. The first record of a log, and the first after each resume.
+
+    Args:
+        cannikin_version, torch_version: as the packages say; "" for a torch that takes no part.
+        started: ISO 8601 time at which this process began, by the caller's clock.
+        policy: the planner's name.
+        world_size: n. `ranks` has one entry a rank, or none.
+        first_step: step the run begins with; above 0 where it resumes.
+        precision: such as "float32" or "bfloat16".
+        tags: whatever else tells runs apart.
+    """
+
+    format: str = FORMAT
+    version: int = VERSION
+    cannikin_version: str
+    torch_version: str = ""
+    started: str
+    policy: str
+    world_size: int
+    first_step: int = 0
+    job: JobInfo
+    ranks: tuple[RankInfo, ...] = ()
+    model: ModelInfo = ModelInfo()
+    precision: str = ""
+    tags: dict[str, str] = {}
+
+
+class NoiseRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The gradient noise scale and its limits; None is infinite, or not known. `flags` as in `NoiseTracker`."""
+
+    signal_sqnorm: Real = None
+    noise_trace: Real = None
+    noise_scale: Real = None
+    low: Real = None
+    high: Real = None
+    flags: tuple[str, ...] = ()
+
+
+class Timeline(msgspec.Struct, frozen=True, kw_only=True):
+    """One step in full, on all ranks.
+
+    Args:
+        step: its number.
+        local_batches: b_i, [n].
+        before_ms: a_i, optimizer step and forward, [n].
+        ready_ms, done_ms: moments each bucket was ready and its all-reduce done, after the rank's own start of
+            backward, [n][J]. Ranks' clocks differ: line them up by the end of the last all-reduce.
+    """
+
+    step: int
+    local_batches: tuple[int, ...]
+    before_ms: Reals
+    ready_ms: tuple[Reals, ...]
+    done_ms: tuple[Reals, ...]
+
+
+class WindowRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="window"):
+    """What a window of steps took. Medians are over the valid steps that had the window's most frequent split.
+
+    Args:
+        first_step, num_steps: the steps measured.
+        num_valid: steps with this split that count on every rank.
+        total_batch, local_batches: the most frequent split.
+        step_ms: a whole step, as the median rank saw it.
+        before_ms, backward_ms: a_i and P_i, [n]; None for a rank without a valid step.
+        done_ms: end of the last all-reduce after start of backward, [n].
+        wait_ms: part of done_ms - backward_ms spent waiting for a slower rank, [n]; the rest is communication that no
+            computing hid.
+        loader_ms, other_ms: waiting for data, and the user's own work between steps, [n]; () where not measured.
+        elapsed_ms: since the run started, by the caller's clock (simulated time in a simulation).
+        progress: passes over the data at the initial batch size, so far.
+        lr_factor: by which the learning rate was multiplied at the window's end.
+        num_skipped: steps of the window that the optimizer did not take.
+    """
+
+    first_step: int
+    num_steps: int
+    num_valid: int
+    total_batch: int
+    local_batches: tuple[int, ...]
+    step_ms: Real = None
+    before_ms: Reals = ()
+    backward_ms: Reals = ()
+    done_ms: Reals = ()
+    wait_ms: Reals = ()
+    loader_ms: Reals = ()
+    other_ms: Reals = ()
+    elapsed_ms: Real = None
+    progress: Real = None
+    lr_factor: Real = None
+    num_skipped: int = 0
+    noise: NoiseRecord | None = None
+    timeline: Timeline | None = None
+
+
+class PlanRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="plan"):
+    """A plan: decided at `step`, in force from `first_step`; `predicted_step_ms` is None while no model is known."""
+
+    step: int
+    first_step: int
+    total_batch: int
+    local_batches: tuple[int, ...]
+    micro_batches: tuple[int, ...]
+    predicted_step_ms: Real = None
+    phase: str
+    reason: str
+    elapsed_ms: Real = None
+
+
+class EventRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="event"):
+    """Something that happened at a step: `text` for people, `data` for programs.
+
+    `kind` is one word of an open set, so readers show a kind they do not know as it is:
+
+        changed_speed   a rank became faster or slower          data: rank, factor
+        nonfinite       a gradient was not finite               data: rank, count
+        oom             a rank ran out of memory                data: rank, local_batch
+        resume          the run goes on from a saved state      data: world_size
+        epoch           an epoch began                          data: epoch
+        eval            the user evaluated the model            data: metrics by name
+        end             the run ended as it should
+        note            anything else
+    """
+
+    step: int
+    kind: str
+    text: str = ""
+    data: dict[str, bool | int | float | str | None] = {}
+    elapsed_ms: Real = None
+
+
+Record = Header | WindowRecord | PlanRecord | EventRecord
+
+
+class Observer(Protocol):
+    """Whoever wants to know what a run does: the run log, a live view, a tracker of experiments."""
+
+    def write(self, event: Record, /) -> None:
+        """Take one record; the first is a `Header`."""

@@ -1,0 +1,174 @@
+"""Writes a run log, one whole line at a time, and never at the cost of the training it tells of."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import warnings
+import weakref
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+
+from cannikin.errors import RunLogError
+from cannikin.runlog.reader import check_first_line
+from cannikin.runlog.records import FORMAT, EventRecord, Header, Record
+
+__all__ = ["RunLogWriter"]
+
+_BEGINNING = b'{"type":"header","format":"%b"' % FORMAT.encode()
+
+
+class RunLogWriter:
+    """Appends records to a log, an observer like any other: the first record must be a `Header`.
+
+    Each record is one write of a whole line: others can read it at once, and a kill between two writes leaves no half
+    line. (A kill inside a write may, since the kernel then stops at a page's end. Readers leave such a line out, and a
+    resumed run ends it.) A log that cannot be written (a full disk, a folder without permission) warns once and from
+    then on takes nothing: training goes on. So does a record that cannot be put into JSON, which is left out. Nothing
+    is written after `close`.
+
+    Args:
+        path: the file; missing folders are made.
+        append: go on with a log that is there, as a resumed run does: it gets the new header and an event "resume". A
+            missing log is begun.
+
+    Raises:
+        RunLogError: there is a log already and `append` is not set; what is there is no run log of this version; or
+            another process is writing it.
+
+    Example:
+        >>> import tempfile
+        >>> from cannikin.runlog import JobInfo
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder, "run", "runlog.jsonl")
+        ...     with RunLogWriter(path) as log:
+        ...         log.write(Header(cannikin_version="1", started="", policy="even", world_size=2,
+        ...                          job=JobInfo(batch_size=64)))
+        ...         log.write(EventRecord(step=3, kind="eval", data={"accuracy": 0.5}))
+        ...     print(path.read_text().splitlines()[1])
+        {"type":"event","step":3,"kind":"eval","text":"","data":{"accuracy":0.5},"elapsed_ms":null}
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, append: bool = False) -> None:
+        self.path = Path(path)
+        self._encoder = msgspec.json.Encoder(enc_hook=_plain)
+        self._begun = self._resumes = self._warned = False
+        self._closer: Any = None
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+            self._file = os.open(self.path, flags, 0o666)
+            self._closer = weakref.finalize(self, os.close, self._file)
+            self._take_over(append)
+        except OSError as error:
+            self._give_up(error)
+        except RunLogError:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether records are no longer written: after `close`, or after the file could not be written."""
+        return self._closer is None or not self._closer.alive
+
+    def close(self) -> None:
+        """Write nothing more; again is fine."""
+        if self._closer is not None:
+            self._closer()
+
+    def write(self, event: Record, /) -> None:
+        """Append one record."""
+        if self.closed:
+            return
+        if not self._begun and not isinstance(event, Header):
+            raise RunLogError(f"{self.path}: the first record is of type {type(event).__name__}: a log needs a Header")
+        events: list[Record] = [event]
+        if isinstance(event, Header) and self._resumes and not self._begun:
+            text = f"resumed at step {event.first_step} on {event.world_size} ranks"
+            events.append(EventRecord(step=event.first_step, kind="resume", text=text, data=_resume_data(event)))
+        try:
+            lines = b"".join(self._encoder.encode(record) + b"\n" for record in events)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            self._warn(f"a record of type {type(event).__name__} cannot be written as JSON and is left out: {error}")
+            return
+        self._begun = True
+        try:
+            self._append(lines)
+        except OSError as error:
+            self._give_up(error)
+
+    def _take_over(self, append: bool) -> None:
+        """Claim the file, and make sure that what it holds may be added to."""
+        self._lock()
+        if not (size := os.fstat(self._file).st_size):
+            return
+        first, newline, _ = _head(self._file).partition(b"\n")
+        if not newline and (first.startswith(_BEGINNING) or _BEGINNING.startswith(first)):
+            os.truncate(self._file, 0)  # broken off inside its header: nothing was ever said in it
+            return
+        if not append:
+            raise RunLogError(f"{self.path}: exists: append to it to resume that run, or choose another run directory")
+        check_first_line(first, self.path)
+        self._resumes = True
+        if os.pread(self._file, 1, size - 1) != b"\n":
+            self._append(b"\n")  # ends the line that was cut short; readers leave it out
+
+    def _lock(self) -> None:
+        """Keep other processes from writing the same log; the lock goes with the process, however it ends.
+
+        A record lock rather than `flock`, which the data loader's workers would inherit and hold after a kill.
+        """
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                message = f"{self.path}: another process is writing it: choose another run directory"
+                raise RunLogError(message) from error
+            # Some file systems have no locks: go without.
+
+    def _append(self, data: bytes) -> None:
+        while data:  # once, unless the disk fills up or a signal comes in between
+            data = data[os.write(self._file, data) :]
+
+    def _give_up(self, error: OSError) -> None:
+        self.close()
+        self._warn(f"the log cannot be written, training goes on without it: {error.strerror or error}")
+
+    def _warn(self, message: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"{self.path}: {message}", RuntimeWarning, stacklevel=4)
+
+
+def _head(file: int) -> bytes:
+    """The file's beginning, up to the end of its first line or a little further."""
+    head = b""
+    while b"\n" not in head and (chunk := os.pread(file, 2**20, len(head))):
+        head += chunk
+        if not head.startswith(_BEGINNING[: len(head)]):
+            break
+    return head
+
+
+def _resume_data(header: Header) -> dict[str, bool | int | float | str | None]:
+    return {"world_size": header.world_size, "started": header.started}
+
+
+def _plain(value: Any) -> Any:
+    """Numpy's numbers and arrays as Python's."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is neither a number nor text")

@@ -1,0 +1,135 @@
+"""From the core's values to the run log's records: which steps the medians and the timeline stand for, and a replay."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from cannikin.core.noise_tracker import NoiseTracker
+from cannikin.core.records import NO_MAX, Job, Plan, StepWindow
+from cannikin.errors import InvalidInputError
+from cannikin.runlog import (
+    Header,
+    JobInfo,
+    PlanRecord,
+    RunLogWriter,
+    job_info,
+    noise_record,
+    plan_record,
+    read_runlog,
+    replay_window,
+    window_record,
+)
+
+HEADER = Header(cannikin_version="0.1.0", started="", policy="even", world_size=3, job=JobInfo(batch_size=64))
+
+
+def made_window(local_batches, before_s, ready_s, done_s, valid=None) -> StepWindow:
+    steps, ranks = np.shape(local_batches)
+    return StepWindow(
+        first_step=10,
+        local_batches=np.array(local_batches),
+        before_s=np.array(before_s, dtype=float),
+        ready_s=np.array(ready_s, dtype=float),
+        done_s=np.array(done_s, dtype=float),
+        local_sqnorm=np.ones((steps, ranks)),
+        global_sqnorm=np.ones(steps),
+        valid=np.ones((steps, ranks), dtype=bool) if valid is None else np.array(valid),
+    )
+
+
+def random_window(seed: int, steps: int = 7, ranks: int = 3, buckets: int = 4) -> StepWindow:
+    rng = np.random.default_rng(seed)
+    ready_s = np.sort(rng.uniform(0.01, 0.05, (steps, ranks, buckets)), axis=-1)
+    return made_window(
+        rng.integers(1, 3, (steps, 1)) * np.arange(4, 4 + ranks),
+        rng.uniform(0.01, 0.02, (steps, ranks)),
+        ready_s,
+        ready_s + rng.uniform(0.001, 0.02, ready_s.shape),
+        rng.random((steps, ranks)) < 0.8,
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_medians_are_those_of_the_valid_steps_with_the_usual_split(seed):
+    window = random_window(seed)
+    record = window_record(window, loader_s=window.before_s / 2, other_s=window.before_s / 4)
+    same = (window.local_batches == record.local_batches).all(axis=1)
+    assert window.valid[same].sum() >= window.valid[~same].sum()
+    for rank in range(window.num_ranks):
+        mine = same & window.valid[:, rank]
+        for name, values_s in (
+            ("before_ms", window.before_s),
+            ("backward_ms", window.ready_s[..., -1]),
+            ("done_ms", window.done_s.max(axis=-1)),
+            ("loader_ms", window.before_s / 2),
+            ("other_ms", window.before_s / 4),
+        ):
+            found = getattr(record, name)[rank]
+            assert found == pytest.approx(np.median(values_s[mine, rank]) * 1000, abs=1e-4)
+        assert record.wait_ms[rank] >= 0
+    assert (record.num_steps, record.total_batch) == (7, sum(record.local_batches))
+    assert record.num_valid == (window.valid.all(axis=1) & same).sum()
+
+
+def test_the_slowest_rank_waits_for_nobody_and_the_step_is_what_the_median_rank_saw():
+    window = made_window([[8, 8, 8]], [[0.01, 0.01, 0.01]], [[[0.02], [0.05], [0.03]]], [[[0.06], [0.06], [0.061]]])
+    record = window_record(window)
+    assert record.wait_ms == (30.0, 0.0, 21.0)
+    assert record.step_ms == 70.0
+
+
+def test_the_timeline_is_a_valid_step_of_median_duration():
+    done_s = np.array([0.9, 0.03, 0.01, 0.02, 0.5])[:, None, None] * np.ones((1, 2, 1))
+    valid = np.array([[True, False], [True, True], [True, True], [True, True], [True, True]])
+    batches = [[8, 8], [8, 8], [8, 8], [8, 8], [4, 4]]
+    record = window_record(made_window(batches, np.full((5, 2), 0.01), done_s / 2, done_s, valid))
+    assert record.timeline.step == 13
+    assert record.timeline.done_ms == ((20.0,), (20.0,))
+    assert (record.num_valid, record.local_batches) == (3, (8, 8))
+
+
+def test_a_window_without_a_valid_step_has_nulls_and_no_timeline():
+    nothing = np.full((2, 2), np.nan)
+    window = made_window(
+        [[8, 8], [6, 10]], nothing, nothing[..., None], nothing[..., None], np.zeros((2, 2), dtype=bool)
+    )
+    record = window_record(window)
+    assert (record.step_ms, record.before_ms, record.wait_ms) == (None, (None, None), (None, None))
+    assert (record.timeline, record.num_valid, record.local_batches) == (None, 0, (6, 10))
+    assert replay_window(record) is None
+
+
+def test_a_window_without_steps_is_refused():
+    with pytest.raises(InvalidInputError, match="window at step 10 has no steps"):
+        window_record(random_window(0, steps=0))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_replayed_window_is_the_timelines_step(tmp_path, seed):
+    window, path = random_window(seed), tmp_path / "runlog.jsonl"
+    with RunLogWriter(path) as log:
+        log.write(HEADER)
+        log.write(window_record(window))
+    again = replay_window(read_runlog(path).windows[0])
+    s = again.first_step - window.first_step
+    assert again.local_batches.tolist() == window.local_batches[[s]].tolist()
+    for name in ("before_s", "ready_s", "done_s"):
+        np.testing.assert_allclose(getattr(again, name)[0], getattr(window, name)[s], atol=1e-7)
+    assert again.valid.all()
+    assert np.isnan(again.local_sqnorm).all()
+
+
+def test_plans_jobs_and_noise_become_records():
+    batches = {"total_batch": 64, "local_batches": (44, 20), "micro_batches": (1, 1)}
+    known = Plan(first_step=14, **batches, predicted_step_s=0.0385, phase="x", reason="y")
+    record = PlanRecord(step=11, first_step=14, **batches, predicted_step_ms=38.5, phase="x", reason="y")
+    assert plan_record(known, 11) == record
+    assert plan_record(dataclasses.replace(known, predicted_step_s=None), 11).predicted_step_ms is None
+    job = Job(num_ranks=2, batch_size=64, max_batch_size=512, max_local=(NO_MAX, 48), num_samples=50_000)
+    assert job_info(job) == JobInfo(
+        batch_size=64, max_batch_size=512, min_local=(1, 1), max_local=(None, 48), num_samples=50_000
+    )
+    assert noise_record(NoiseTracker(initial_batch=8)).high is None
