@@ -26,9 +26,12 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks $(ONLY)
 
-# constraints.txt pins what was tested. torch==2.13.0 in it also keeps pip from choosing a newer build that brings
-# several gigabytes of CUDA packages.
+# constraints.txt pins what was tested, torch 2.13.0 among it. Where the index has a CPU build of that version pip takes
+# it; elsewhere torch comes with its CUDA packages, several gigabytes.
 $(READY): constraints.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "cannikin needs Python 3.11 or later; say which with: make PYTHON=python3.11"; exit 1; }
+	@echo "Setting up $(VENV): a minute or two"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[torch,dev]'
 	touch $@

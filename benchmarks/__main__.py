@@ -9,7 +9,11 @@ import benchmarks
 
 def main(names: list[str]) -> int:
     """Call `main()` of the modules named, or of all; the status says only whether the names were known."""
-    known = [module.name for module in pkgutil.iter_modules(benchmarks.__path__) if module.name not in ("__main__", "synthetic")]
+    known = [
+        module.name
+        for module in pkgutil.iter_modules(benchmarks.__path__)
+        if module.name not in ("__main__", "synthetic")
+    ]
     unknown = sorted(set(names) - set(known))
     if unknown:
         print(f"no benchmark called {', '.join(unknown)}: choose from {', '.join(known)}", file=sys.stderr)

@@ -104,12 +104,12 @@ def _advice(cluster: Cluster, split: Split, total_batch: int) -> Iterator[Render
 
 
 def _fewer_ranks(cluster: Cluster, total_batch: int) -> tuple[list[int], Split] | None:
-    """The fastest of: one rank less, or all ranks of one name less. Which ranks leave, and the split then."""
+    """The fastest of: one rank less, or all like ranks of one name less. Which ranks leave, and the split then."""
     one = drop_candidate(cluster, total_batch)
     best = None if one is None else ([one[0]], one[1])
     for name in dict.fromkeys(cluster.names):
         ranks = [rank for rank, label in enumerate(cluster.names) if label == name]
-        if not 1 < len(ranks) < cluster.num_ranks:
+        if not 1 < len(ranks) < cluster.num_ranks or not alike(cluster, ranks):
             continue
         smaller = cluster
         for rank in reversed(ranks):
@@ -141,7 +141,7 @@ def print_range(heading: str, cluster: Cluster, rows: list[Row], noise_scale: fl
         cells = [f"{row.total_batch:,}", _ms(row.split.step_s, digits), _rate(row.throughput_per_s)]
         if row.efficiency is not None and row.goodput_per_s is not None:
             cells += [f"{row.efficiency:.1%}", _rate(row.goodput_per_s)]
-        lines.append([*cells, "best" if row is best else ""])
+        lines.append([*cells, "best of these" if row is best else ""])
     table = _table([*headers, ""], lines, left=("",))
     table.rows[rows.index(best)].style = "bold green"
     noise = "" if noise_scale is None else f", noise scale {noise_scale:,.12g}"

@@ -48,6 +48,7 @@ class Controller:
         self._current = make_plan(0, even, phase="even", reason="nothing measured yet: even split")
         self._excess = 0.0  # log of measured over modelled step time: jitter makes the slowest of n slower
         self._model: ModelFit | None = None  # of the last window, until a plan has been made of it
+        self._in_force = False  # whether a step under the plan made last has been observed
         self._news: list[str] = []
 
     def observe(self, window: StepWindow) -> None:
@@ -58,6 +59,7 @@ class Controller:
             f"rank {rank} takes {factor:.2f} times as long since step {step}"
             for step, rank, factor in self.learner.changes[known_changes:]
         ]
+        self._in_force = bool((window.local_batches == self._current.local_batches).all(axis=1).any())
         self._observe_noise(window)
         self._model = self.learner.model(*self.job.bounds)
         self._observe_excess(window, self._model.cluster)
@@ -74,11 +76,13 @@ class Controller:
         if model.cluster is None:
             return now
         smallest, largest = self.learner.batch_range()
-        if not (largest > smallest).any() and now.phase == "even":
+        if now.phase == "even" and not (largest > smallest).any():
             batches = np.array(now.local_batches)
             return self._second(
                 step, (model.cluster.forward.at(batches) + model.cluster.backward.at(batches)) / batches
             )
+        if now.phase == "inverse" and not self._in_force:
+            return replace(now, reason="kept: equation 8's split has not been measured yet")
         trusted = np.minimum(model.cluster.max_batch, np.ceil(_TRUST * largest).astype(np.int64))
         solver = SplitSolver(replace(model.cluster, max_batch=np.maximum(trusted, model.cluster.min_batch)))
         total_batch, why = self._total(solver)
@@ -156,6 +160,7 @@ class Controller:
             "plan": save_plan(self._current),
             "excess": self._excess,
             "due": self._model is not None,
+            "in_force": self._in_force,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -167,3 +172,4 @@ class Controller:
         self._current = load_plan(state["plan"], self.job)
         self._excess = float(state["excess"])
         self._model = self.learner.model(*self.job.bounds) if state["due"] else None
+        self._in_force = bool(state["in_force"])

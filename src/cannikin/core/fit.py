@@ -121,8 +121,12 @@ def bucket_times(window: StepWindow) -> FloatArray:
     queued = (window.ready_s < previous) & valid
     free = ~queued & valid
     least = np.where(free, seen, np.inf).min(axis=1)
-    typical = np.nanmedian(np.where(valid, seen, np.nan), axis=1) if window.valid.any(axis=1).all() else least
-    return np.maximum(np.where(free.any(axis=1), least, typical), 0.0)
+    typical = np.zeros_like(least)
+    measured = window.valid.any(axis=1)
+    if measured.any():
+        typical[measured] = np.nanmedian(np.where(valid, seen, np.nan)[measured], axis=1)
+    times: FloatArray = np.maximum(np.where(free.any(axis=1), least, typical), 0.0)
+    return times
 
 
 def trimmed_mean(values: FloatArray) -> tuple[FloatArray, FloatArray]:

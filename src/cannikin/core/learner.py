@@ -27,9 +27,10 @@ _MAX_POINTS = 8  # averages kept for each rank
 _SAME_BATCH = 0.03  # local batches this close (in logarithms) share one average
 _NEAR_BATCH = 0.10  # an average this close, resting on this many steps, vouches for what a time should be;
 _MIN_WEIGHT = 2.5
-_ALLOWANCE = 0.2  # elsewhere the fitted curve does, less this much for being a fit
+_ALLOWANCE, _LARGE_ALLOWANCE = 0.2, 0.5  # elsewhere the fitted curve does, less this much for being a fit
 _OUTLIER = 4.0  # standard deviations
 _DRIFT, _ALARM, _CLIP = 0.5, 9.0, 3.0  # CUSUM in standard deviations: four steps of a doubled time
+_LEAST_CHANGE = 0.04  # what counts as a standard deviation at least: times wander by some per cent, and are followed
 _AFTER_CHANGE = 4.0  # steps' worth of weight that a rescaled history keeps
 _RECENT = 32  # steps whose median gives communication times and overlap ratios
 _LEAST_NOISE, _MOST_NOISE = 0.01, 0.5  # bounds on the relative scatter that is believed
@@ -63,19 +64,19 @@ class Learner:
         if not window.valid.any():
             return
         logs = np.log(np.stack([window.before_s, window.ready_s[..., -1]]).clip(1e-9))
-        residuals = self._residuals(window, logs)
+        residuals, promised = self._residuals(window, logs)
         self._update_noise(window, logs)
         kept = np.minimum(self._weights, _NEVER_FORGOTTEN)
         self._weights = np.maximum(self._weights * _KEEP**window.num_steps, kept)
-        changed_at = self._changed_at(residuals)
+        changed_at = self._changed_at(np.where(promised, residuals, np.nan))
         for rank in range(self.num_ranks):
             steps = np.flatnonzero(window.valid[:, rank])
             split = int(changed_at[rank])
-            self._remember(rank, window, logs, residuals, steps[steps < split])
+            self._remember(rank, window, logs, residuals, promised, steps[steps < split])
             if split < window.num_steps:
                 self._rescale(rank, window.first_step + split, residuals[:, split:, rank])
                 residuals[:, split:, rank] = np.nan
-                self._remember(rank, window, logs, residuals, steps[steps >= split])
+                self._remember(rank, window, logs, residuals, promised, steps[steps >= split])
         self._observe_buckets(window)
 
     def model(self, low: IntArray, high: IntArray) -> ModelFit:
@@ -117,27 +118,31 @@ class Learner:
         seen = sorted({round(float(b)) for b in self._batches[rank][self._weights[0, rank] > 0]})
         return f"rank {rank} has run local batches {seen} only: too close together to tell fixed from per-sample time"
 
-    def _residuals(self, window: StepWindow, logs: FloatArray) -> FloatArray:
-        """Log time over what the rank's history promises; NaN where it promises nothing.
+    def _residuals(self, window: StepWindow, logs: FloatArray) -> tuple[FloatArray, BoolArray]:
+        """Log time over what the rank's history promises, NaN without one, and where that is more than a guess.
 
         A solid average at nearly the same batch is moved along the fitted curve. Elsewhere the curve itself is asked,
-        and only what exceeds an allowance for its error counts.
+        and only what exceeds an allowance for its error counts: a small one between batches that were seen where the
+        curve is known, a large one, which tells outliers but no change of speed, beyond.
         """
-        residuals = np.full(logs.shape, np.nan)
+        residuals, promised = np.full(logs.shape, np.nan), np.zeros(window.valid.shape, dtype=np.bool_)
         if not (self._weights.min(axis=0) > 0).any(axis=1).all():
-            return residuals
+            return residuals, promised
         solid = self._weights.min(axis=0) >= _MIN_WEIGHT
         distance = np.abs(np.log(self._batches)[None] - np.log(window.local_batches)[..., None])
         distance = np.where(solid[None], distance, np.inf)
         nearest, near = distance.argmin(axis=-1), distance.min(axis=-1) < _NEAR_BATCH
         rank = np.arange(self.num_ranks)[None]
-        for c, (curve, _) in enumerate(self._curves()):
-            expected = np.log(curve.at(window.local_batches))
+        smallest, largest = self.batch_range()
+        curves = self._curves()
+        between = (window.local_batches >= smallest) & (window.local_batches <= largest) & curves[0][1] & curves[1][1]
+        for c, (curve, _) in enumerate(curves):
             error = self._logs[c, rank, nearest] - np.log(curve.at(self._batches[rank, nearest]))
-            residual = logs[c] - expected
-            beyond = np.sign(residual) * np.maximum(np.abs(residual) - _ALLOWANCE, 0.0)
+            residual = logs[c] - np.log(curve.at(window.local_batches))
+            allowed = np.where(between, _ALLOWANCE, _LARGE_ALLOWANCE)
+            beyond = np.sign(residual) * np.maximum(np.abs(residual) - allowed, 0.0)
             residuals[c] = np.where(window.valid, np.where(near, residual - error, beyond), np.nan)
-        return residuals
+        return residuals, window.valid & (near | between)
 
     def _update_noise(self, window: StepWindow, logs: FloatArray) -> None:
         """Relative scatter, from neighbouring steps with the same local batch."""
@@ -153,7 +158,7 @@ class Learner:
         steps = residuals.shape[1]
         changed = np.full(self.num_ranks, steps)
         # Each component is clipped by itself: a lone outlier in one of them is no change of speed.
-        scores = np.clip(np.nan_to_num(residuals) / max(self.noise, _LEAST_NOISE), -_CLIP, _CLIP).mean(axis=0)
+        scores = np.clip(np.nan_to_num(residuals) / max(self.noise, _LEAST_CHANGE), -_CLIP, _CLIP).mean(axis=0)
         began = np.zeros((2, self.num_ranks), dtype=np.int64)
         for s in range(steps):
             for sign, side in ((1.0, 0), (-1.0, 1)):
@@ -175,7 +180,13 @@ class Learner:
         self.changes.append((step, rank, float(np.exp(factor.mean()))))
 
     def _remember(
-        self, rank: int, window: StepWindow, logs: FloatArray, residuals: FloatArray, steps: IntArray
+        self,
+        rank: int,
+        window: StepWindow,
+        logs: FloatArray,
+        residuals: FloatArray,
+        promised: BoolArray,
+        steps: IntArray,
     ) -> None:
         """Average these steps of one rank into its history, each component without its outliers."""
         for batch in np.unique(window.local_batches[steps, rank]):
@@ -184,7 +195,8 @@ class Learner:
             off = residuals[:, same, rank]
             # Slow outliers are the common kind, so of an even number the lower of the two middle values counts.
             middle = np.sort(values, axis=1)[:, [(len(same) - 1) // 2]]
-            off = np.where(np.isnan(off), values - middle, off)
+            alone = np.isnan(off) | (~promised[same, rank] & (len(same) >= 3))
+            off = np.where(alone, values - middle, off)
             inlier = np.abs(off) <= _OUTLIER * max(self.noise, _LEAST_NOISE)
             count = inlier.sum(axis=1)
             mean = np.where(inlier, values, 0.0).sum(axis=1) / np.maximum(count, 1)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cannikin.core.perf import Cluster
-from cannikin.core.records import NO_MAX, FloatArray, IntArray, Split
+from cannikin.core.records import FloatArray, IntArray, Split
 from cannikin.errors import InvalidInputError
 
 __all__ = ["SplitSolver", "drop_candidate", "optimal_split"]
@@ -111,18 +111,13 @@ class SplitSolver:
             times.append(self.finish_s(np.minimum(np.maximum(at, self.low), self.high)))
             if not self._any_flat:
                 gains.append(self._inverse[k + 1] - self._inverse[k])
-        full_s, slowing, capped = self.finish_s(self.high), -self._inverse[-1], self.high < NO_MAX
-        if not capped.all():  # nobody hands out NO_MAX samples: one time stands for all ranks without an upper bound
-            times.append(full_s[~capped].min(keepdims=True))
-            gains.append(np.zeros(1))
-            full_s, slowing = full_s[capped], slowing[capped]
-        every_s = np.concatenate([*times, full_s])
+        every_s = np.concatenate([*times, self.finish_s(self.high)])
         if self._any_flat:
             every_s.sort()
             return every_s, np.empty(0), np.empty(0)
         order = np.argsort(every_s)
         every_s = every_s[order]
-        rates = np.cumsum(np.concatenate([*gains, slowing])[order])
+        rates = np.cumsum(np.concatenate([*gains, -self._inverse[-1]])[order])
         filled = np.full_like(every_s, self.low.sum())
         filled[1:] += np.cumsum(rates[:-1] * np.diff(every_s))
         # Where every rank waits or is full the sum stands still, and its slope is what rounding left of it.
