@@ -163,7 +163,7 @@ def test_underscores_in_a_policys_name_are_forgiven() -> None:
     assert make_planner("lb_bsp", Job(num_ranks=2, batch_size=8)).plan(0).phase == "lb-bsp"
 
 
-@pytest.mark.parametrize("policy", ["cannikin", "lb-bsp", "adaptdl", "paper"])
+@pytest.mark.parametrize("policy", ["lb-bsp", "adaptdl", "paper"])
 def test_a_state_for_another_number_of_ranks_is_refused(policy: str) -> None:
     state = make_planner(policy, Job(num_ranks=3, batch_size=96)).state_dict()
     with pytest.raises(StateError):
@@ -188,3 +188,27 @@ def test_an_impossible_job_is_refused_with_the_limit(change: dict[str, object], 
 
 def test_the_controller_is_the_policy_of_our_name() -> None:
     assert isinstance(make_planner("cannikin", Job(num_ranks=2, batch_size=8)), Controller)
+
+
+def test_the_paper_goes_through_its_phases_where_epochs_are_shorter_than_windows() -> None:
+    planner = make_planner("paper", Job(num_ranks=3, batch_size=96, num_samples=192))
+    training = Training(planner, np.random.default_rng(0))
+    training.run(CLUSTER, 100)
+    assert {"even", "inverse", "optperf"} <= {plan.phase for plan in training.plans}
+
+
+def test_the_papers_rounding_never_carries_the_total_beyond_its_limit() -> None:
+    planner = make_planner("paper", Job(num_ranks=3, batch_size=96, max_batch_size=97, num_samples=960))
+    training = Training(planner, np.random.default_rng(1))
+    training.run(CLUSTER, 600, sqnorms=(1.0, 1e6))
+    assert max(plan.total_batch for plan in training.plans) <= 99
+
+
+def test_a_job_may_have_thousands_of_unbounded_ranks() -> None:
+    assert Job(num_ranks=4096, batch_size=8192).largest_total == 8192
+
+
+@pytest.mark.parametrize("policy", ["lb-bsp", "adaptdl", "paper"])
+def test_an_empty_state_is_refused(policy: str) -> None:
+    with pytest.raises(StateError):
+        make_planner(policy, Job(num_ranks=2, batch_size=8)).load_state_dict({})

@@ -17,7 +17,7 @@ import numpy as np
 
 from cannikin.core.goodput import choose_total, total_grid
 from cannikin.core.noise_tracker import NoiseTracker
-from cannikin.core.plans import even_batches, load_plan, make_plan, save_plan
+from cannikin.core.plans import even_batches, load_plan, make_plan, restoring, save_plan
 from cannikin.core.records import FloatArray, Job, Plan, StepWindow
 
 __all__ = ["AdaptdlPlanner", "fit_replicas", "replica_times"]
@@ -82,10 +82,11 @@ class AdaptdlPlanner:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` returned."""
-        self._plan = load_plan(state["plan"], self.job)
-        self.noise.load_state_dict(state["noise"])
-        self._points = {int(total): list(point) for total, *point in state["points"]}
-        self._samples, self._epoch, self._decided_epoch = state["counters"]
+        with restoring("AdaptDL planner"):
+            self._plan = load_plan(state["plan"], self.job)
+            self.noise.load_state_dict(state["noise"])
+            self._points = {int(total): list(point) for total, *point in state["points"]}
+            self._samples, self._epoch, self._decided_epoch = state["counters"]
 
 
 def replica_times(fit: tuple[float, float, float, float], local_batch: FloatArray) -> FloatArray:

@@ -12,9 +12,10 @@ and OptPerf = T' + T_u. Check 1 guesses "all compute-bound", Check 2 "all commun
 solutions agree keep that state; the others, the outliers, are ranked by fixed time s + m, and a binary search looks for
 the boundary below which they are compute-bound. The paper claims O((n + 1)^3 log n), for a problem that it takes to be
 NP-hard, and the optimum. Where it finds a state that does not contradict itself and no batch is negative, that is
-the optimum in reals. What it does not say, and what `Algorithm1Result.failure` and `reason` do:
+the optimum in reals. Where it falls short; `Algorithm1Result.failure` and `reason` say what befell a result:
 
-- The problem is a linear program, solved in O(n log n) and in whole numbers by `split`.
+- The problem is a linear program, solved in O(n log n) and in whole numbers by `split`. Appendix A derives the
+  equal-time condition from it; only its multipliers, 1/k_i, ought to be 1/(q_i + k_i).
 - "Bound alike in both checks, so bound alike at the optimum" is false, and fixed time is the wrong order (it ought to
   be the time at which a rank passes from one state to the other, `order="crossing_time"`). Either way the search may
   end in a state that contradicts itself; the loop as printed, which runs until there is none, would then not end.

@@ -17,7 +17,7 @@ from cannikin.core.goodput import choose_total, total_grid
 from cannikin.core.learner import Learner, ModelFit
 from cannikin.core.noise_tracker import NoiseTracker
 from cannikin.core.perf import Cluster, step_time
-from cannikin.core.plans import even_batches, inverse_batches, load_plan, make_plan, save_plan
+from cannikin.core.plans import even_batches, inverse_batches, load_plan, make_plan, restoring, save_plan
 from cannikin.core.records import FloatArray, Job, Plan, Split, StepWindow
 from cannikin.core.split import SplitSolver
 from cannikin.errors import StateError
@@ -28,7 +28,7 @@ _TRUST = 2.0  # a rank is never given more than this times the largest batch it 
 _GROWTH = 2.0  # nor does the total batch grow by more than this at a time: times are extrapolated
 # Gains in step time that are not worth a change: this much in any case, and these multiples of the precision to which
 # a rank's time is known. The best of n noisy times looks 1 to 2 times that better than it is: equal ranks stay even.
-_SAME, _KEEP, _EVEN = 0.002, 0.25, 1.5
+_SAME, _STAY, _EVEN = 0.002, 0.25, 1.5
 _NOISE_STEPS = 20  # steps before the noise scale is believed
 
 
@@ -53,11 +53,13 @@ class Controller:
 
     def observe(self, window: StepWindow) -> None:
         """Learn every rank's speed, the communication times and the noise scale from one window."""
-        known_changes = len(self.learner.changes)
+        num_before = self.learner.num_changes
         self.learner.observe(window)
-        self._news = [
+        self._news += [
             f"rank {rank} takes {factor:.2f} times as long since step {step}"
-            for step, rank, factor in self.learner.changes[known_changes:]
+            for step, rank, factor in self.learner.changes[
+                len(self.learner.changes) + num_before - self.learner.num_changes :
+            ]
         ]
         self._in_force = bool((window.local_batches == self._current.local_batches).all(axis=1).any())
         self._observe_noise(window)
@@ -69,12 +71,13 @@ class Controller:
         if self._model is not None:
             model, self._model = self._model, None
             self._current = self._decide(step, model)
+            self._news = []
         return self._current
 
     def _decide(self, step: int, model: ModelFit) -> Plan:
         now = self._current
         if model.cluster is None:
-            return now
+            return replace(now, reason=f"kept: {model.reason}")
         smallest, largest = self.learner.batch_range()
         if now.phase == "even" and not (largest > smallest).any():
             batches = np.array(now.local_batches)
@@ -94,11 +97,8 @@ class Controller:
         return self._settle(step, model.cluster, split, why + self._news)
 
     def _second(self, step: int, sample_s: FloatArray) -> Plan:
-        """The second window's plan: equation 8, unless the ranks do not differ by more than the noise."""
-        now = self._current
-        if sample_s.max() <= sample_s.min() * (1 + max(_SAME, _EVEN * self.learner.precision)):
-            return replace(now, reason="kept: no rank is slower than another by more than the noise")
-        batches = inverse_batches(self.job, now.total_batch, sample_s)
+        """The second window's plan: equation 8."""
+        batches = inverse_batches(self.job, self._current.total_batch, sample_s)
         reason = "batches in inverse proportion to the measured time a sample (equation 8), to see a second batch size"
         return make_plan(step, batches, phase="inverse", reason=reason)
 
@@ -112,7 +112,9 @@ class Controller:
             batches, phase, said = even, "even", "no rank differs from another by more than the noise"
         if now.total_batch == total_batch:
             now_s = step_time(cluster, now.local_batches)
-            if now_s <= best_s * (1 + max(_SAME, _KEEP * precision)):
+            if batches == now.local_batches:
+                said = f"kept: {said}"
+            elif now_s <= best_s * (1 + max(_SAME, _STAY * precision)):
                 batches, phase = now.local_batches, now.phase if now.phase == "even" else "optperf"
                 said = f"kept: the best split would be {1 - best_s / now_s:.1%} faster"
             else:
@@ -126,6 +128,8 @@ class Controller:
         now = self._current.total_batch
         if self.job.largest_total == self.job.batch_size:
             return now, []
+        if self.job.num_ranks == 1:
+            return now, ["total batch stays: one rank alone does not tell the noise scale"]
         if self.noise.num_steps < _NOISE_STEPS:
             return now, [f"noise scale not known yet ({self.noise.num_steps} of {_NOISE_STEPS} steps)"]
         grid = total_grid(self.job.batch_size, self.job.largest_total)
@@ -139,7 +143,9 @@ class Controller:
             return
         for s in np.flatnonzero(window.valid.all(axis=1)):
             if not np.isnan(window.local_sqnorm[s]).all():
-                self.noise.update(window.local_batches[s], window.local_sqnorm[s], float(window.global_sqnorm[s]))
+                # A negative norm is no norm: counted as skipped, like one that is not finite.
+                local = np.where(window.local_sqnorm[s] >= 0, window.local_sqnorm[s], np.nan)
+                self.noise.update(window.local_batches[s], local, float(window.global_sqnorm[s]))
 
     def _observe_excess(self, window: StepWindow, cluster: Cluster | None) -> None:
         """Learn how much longer steps take than the model's, once there is one."""
@@ -161,15 +167,30 @@ class Controller:
             "excess": self._excess,
             "due": self._model is not None,
             "in_force": self._in_force,
+            "news": list(self._news),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Take back what `state_dict` returned.
+
+        With another number of ranks the noise scale and the total batch are kept, and the ranks are learned anew.
+        """
+        with restoring("controller"):
+            self._restore(state)
+
+    def _restore(self, state: dict[str, Any]) -> None:
         if state.get("version") != 1:
             raise StateError(f"controller state of version {state.get('version')!r}: this cannikin reads version 1")
-        self.learner.load_state_dict(state["learner"])
         self.noise.load_state_dict(state["noise"])
+        num_saved = len(state["plan"]["local_batches"])
+        if num_saved != self.job.num_ranks:
+            total = min(max(int(state["plan"]["total_batch"]), self.job.batch_size), self.job.largest_total)
+            reason = f"resumed with {self.job.num_ranks} ranks after {num_saved}: even split of the same total batch"
+            self._current = make_plan(0, even_batches(self.job, total), phase="even", reason=reason)
+            return
+        self.learner.load_state_dict(state["learner"])
         self._current = load_plan(state["plan"], self.job)
         self._excess = float(state["excess"])
         self._model = self.learner.model(*self.job.bounds) if state["due"] else None
         self._in_force = bool(state["in_force"])
+        self._news = list(state["news"])

@@ -114,11 +114,12 @@ def bucket_times(window: StepWindow) -> FloatArray:
     predecessor on every rank (ready_j < D_{j-1}), nobody waited for gradients: the median over ranks. Otherwise
     the least over the ranks where it was not queued, one of which came last and waited for nobody.
     """
-    finished = np.maximum.accumulate(window.done_s, axis=-1)
-    previous = np.concatenate([np.full_like(finished[..., :1], -np.inf), finished[..., :-1]], axis=-1)
-    seen = finished - np.maximum(window.ready_s, previous)
     valid = window.valid[..., None]
-    queued = (window.ready_s < previous) & valid
+    ready, done = (np.where(valid, times, 0.0) for times in (window.ready_s, window.done_s))
+    finished = np.maximum.accumulate(done, axis=-1)
+    previous = np.concatenate([np.full_like(finished[..., :1], -np.inf), finished[..., :-1]], axis=-1)
+    seen = finished - np.maximum(ready, previous)
+    queued = (ready < previous) & valid
     free = ~queued & valid
     least = np.where(free, seen, np.inf).min(axis=1)
     typical = np.zeros_like(least)
@@ -130,14 +131,21 @@ def bucket_times(window: StepWindow) -> FloatArray:
 
 
 def trimmed_mean(values: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Mean over axis 0 without values further than 4 robust standard deviations from the median, and its variance."""
-    centre = np.median(values, axis=0)
-    spread = 1.4826 * np.median(np.abs(values - centre), axis=0)
-    inside = np.abs(values - centre) <= 4.0 * spread
+    """Mean over axis 0 without values further than 4 robust standard deviations from the median, and its variance.
+
+    NaNs are left out; where there is nothing else, both are NaN.
+    """
+    empty = np.isnan(values).all(axis=0)
+    known = np.where(empty, 0.0, values)
+    centre = np.nanmedian(known, axis=0)
+    spread = 1.4826 * np.nanmedian(np.abs(known - centre), axis=0)
+    with np.errstate(invalid="ignore"):
+        inside = np.abs(known - centre) <= 4.0 * spread
     count = inside.sum(axis=0)
-    mean: FloatArray = np.where(inside, values, 0.0).sum(axis=0) / count
-    square = np.where(inside, (values - mean) ** 2, 0.0).sum(axis=0)
-    return mean, square / np.maximum(count - 1, 1) / count
+    mean: FloatArray = np.where(inside, known, 0.0).sum(axis=0) / count
+    square = np.where(inside, (known - mean) ** 2, 0.0).sum(axis=0)
+    variance = square / np.maximum(count - 1, 1) / count
+    return np.where(empty, np.nan, mean), np.where(empty, np.nan, variance)
 
 
 def pooled_gammas(means: FloatArray, variances: FloatArray) -> FloatArray:
@@ -166,8 +174,12 @@ def shrunken_gammas(means: FloatArray, variances: FloatArray) -> FloatArray:
     and with tau = 0 it is the paper's inverse-variance weighting.
 
         gamma_i' = mu + tau^2/(tau^2 + var_i) (gamma_i - mu)
+
+    A rank without a measurement of its own (NaN) takes the common one.
     """
-    variances = np.maximum(variances, 1e-18)
+    missing = np.isnan(means)
+    means = np.where(missing, np.nanmean(means, axis=0), means)
+    variances = np.where(missing, 1.0, np.maximum(variances, 1e-18))
     weights = 1.0 / variances
     excess = (weights * (means - pooled_gammas(means, variances)) ** 2).sum(axis=0) - (len(means) - 1)
     scale = weights.sum(axis=0) - (weights**2).sum(axis=0) / weights.sum(axis=0)

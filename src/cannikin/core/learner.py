@@ -27,7 +27,8 @@ _MAX_POINTS = 8  # averages kept for each rank
 _SAME_BATCH = 0.03  # local batches this close (in logarithms) share one average
 _NEAR_BATCH = 0.10  # an average this close, resting on this many steps, vouches for what a time should be;
 _MIN_WEIGHT = 2.5
-_ALLOWANCE, _LARGE_ALLOWANCE = 0.2, 0.5  # elsewhere the fitted curve does, less this much for being a fit
+# Elsewhere the fitted curve does, less this much for being a fit, and more with the distance in logarithms.
+_ALLOWANCE, _DISTANCE_ALLOWANCE, _LARGE_ALLOWANCE = 0.2, 0.3, 0.5
 _OUTLIER = 4.0  # standard deviations
 _DRIFT, _ALARM, _CLIP = 0.5, 9.0, 3.0  # CUSUM in standard deviations: four steps of a doubled time
 _LEAST_CHANGE = 0.04  # what counts as a standard deviation at least: times wander by some per cent, and are followed
@@ -51,7 +52,9 @@ class Learner:
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self.noise = 0.0
-        self.changes: list[tuple[int, int, float]] = []
+        self.changes: list[tuple[int, int, float]] = []  # the last ones: step, rank, factor on its times
+        self.num_changes = 0
+        self._rank_noise = np.zeros(num_ranks)
         self._batches = np.ones((num_ranks, _MAX_POINTS + 1))
         self._logs = np.zeros((2, num_ranks, _MAX_POINTS + 1))
         self._weights = np.zeros((2, num_ranks, _MAX_POINTS + 1))
@@ -63,7 +66,8 @@ class Learner:
         """Take in one window; steps marked invalid are left out."""
         if not window.valid.any():
             return
-        logs = np.log(np.stack([window.before_s, window.ready_s[..., -1]]).clip(1e-9))
+        times = np.stack([window.before_s, window.ready_s[..., -1]])
+        logs = np.log(np.where(window.valid, times, 1.0).clip(1e-9))
         residuals, promised = self._residuals(window, logs)
         self._update_noise(window, logs)
         kept = np.minimum(self._weights, _NEVER_FORGOTTEN)
@@ -81,8 +85,12 @@ class Learner:
 
     def model(self, low: IntArray, high: IntArray) -> ModelFit:
         """The cluster as measured so far, with these bounds on the local batches."""
-        if not len(self._comm) or not (self._weights.min(axis=0) > 0).any(axis=1).all():
-            return ModelFit(cluster=None, known=np.zeros(self.num_ranks, dtype=np.bool_), reason="no step measured yet")
+        measured = (self._weights.min(axis=0) > 0).any(axis=1)
+        if not len(self._comm) or not measured.all():
+            reason = (
+                f"rank {int(measured.argmin())} has not been measured yet" if measured.any() else "no step measured yet"
+            )
+            return ModelFit(cluster=None, known=measured & False, reason=reason)
         (forward, a_known), (backward, p_known) = self._curves()
         gammas = shrunken_gammas(*trimmed_mean(self._gammas)).clip(0.0, 1.0)
         gammas[:, -1] = 1.0
@@ -129,9 +137,11 @@ class Learner:
         if not (self._weights.min(axis=0) > 0).any(axis=1).all():
             return residuals, promised
         solid = self._weights.min(axis=0) >= _MIN_WEIGHT
-        distance = np.abs(np.log(self._batches)[None] - np.log(window.local_batches)[..., None])
-        distance = np.where(solid[None], distance, np.inf)
-        nearest, near = distance.argmin(axis=-1), distance.min(axis=-1) < _NEAR_BATCH
+        batches = np.maximum(window.local_batches, 1)
+        distance = np.abs(np.log(self._batches)[None] - np.log(batches)[..., None])
+        distance = np.where(solid[None], distance, 10.0)
+        nearest, away = distance.argmin(axis=-1), distance.min(axis=-1)
+        near = away < _NEAR_BATCH
         rank = np.arange(self.num_ranks)[None]
         smallest, largest = self.batch_range()
         curves = self._curves()
@@ -139,7 +149,7 @@ class Learner:
         for c, (curve, _) in enumerate(curves):
             error = self._logs[c, rank, nearest] - np.log(curve.at(self._batches[rank, nearest]))
             residual = logs[c] - np.log(curve.at(window.local_batches))
-            allowed = np.where(between, _ALLOWANCE, _LARGE_ALLOWANCE)
+            allowed = np.where(between, _ALLOWANCE + _DISTANCE_ALLOWANCE * away, _LARGE_ALLOWANCE)
             beyond = np.sign(residual) * np.maximum(np.abs(residual) - allowed, 0.0)
             residuals[c] = np.where(window.valid, np.where(near, residual - error, beyond), np.nan)
         return residuals, window.valid & (near | between)
@@ -152,13 +162,23 @@ class Learner:
             # The median of |x - y| for two normal variables is 0.6745 sqrt(2) standard deviations.
             scatter = float(np.clip(np.median(steps) / 0.9539, _LEAST_NOISE, _MOST_NOISE))
             self.noise = scatter if self.noise == 0.0 else 0.7 * self.noise + 0.3 * scatter
+        for rank in np.flatnonzero(same.sum(axis=0) >= 3):
+            own = float(np.median(np.abs(np.diff(logs[:, :, rank], axis=1))[:, same[:, rank]])) / 0.9539
+            # Slowly: two outliers in a short window must not pass for a noisy rank.
+            before = self._rank_noise[rank] or self.noise
+            self._rank_noise[rank] = before + 0.1 * (min(own, _MOST_NOISE) - before)
+
+    def _scatter(self, least: float) -> FloatArray:
+        """Each rank's standard deviation: its own where that is larger than everybody's, [n]."""
+        scatter: FloatArray = np.clip(np.maximum(self._rank_noise, self.noise), least, _MOST_NOISE)
+        return scatter
 
     def _changed_at(self, residuals: FloatArray) -> IntArray:
         """The step of the window at which each rank's speed changed; the window's length where it did not."""
         steps = residuals.shape[1]
         changed = np.full(self.num_ranks, steps)
         # Each component is clipped by itself: a lone outlier in one of them is no change of speed.
-        scores = np.clip(np.nan_to_num(residuals) / max(self.noise, _LEAST_CHANGE), -_CLIP, _CLIP).mean(axis=0)
+        scores = np.clip(np.nan_to_num(residuals) / self._scatter(_LEAST_CHANGE), -_CLIP, _CLIP).mean(axis=0)
         began = np.zeros((2, self.num_ranks), dtype=np.int64)
         for s in range(steps):
             for sign, side in ((1.0, 0), (-1.0, 1)):
@@ -177,7 +197,8 @@ class Learner:
         self._logs[:, rank] += factor[:, None]
         total = self._weights[:, rank].sum(axis=1, keepdims=True)
         self._weights[:, rank] *= np.minimum(1.0, _AFTER_CHANGE / np.maximum(total, 1e-300))
-        self.changes.append((step, rank, float(np.exp(factor.mean()))))
+        self.changes = [*self.changes[-99:], (step, rank, float(np.exp(factor.mean())))]
+        self.num_changes += 1
 
     def _remember(
         self,
@@ -197,7 +218,7 @@ class Learner:
             middle = np.sort(values, axis=1)[:, [(len(same) - 1) // 2]]
             alone = np.isnan(off) | (~promised[same, rank] & (len(same) >= 3))
             off = np.where(alone, values - middle, off)
-            inlier = np.abs(off) <= _OUTLIER * max(self.noise, _LEAST_NOISE)
+            inlier = np.abs(off) <= _OUTLIER * self._scatter(_LEAST_NOISE)[rank]
             count = inlier.sum(axis=1)
             mean = np.where(inlier, values, 0.0).sum(axis=1) / np.maximum(count, 1)
             self._merge(rank, float(batch), mean, count)
@@ -232,18 +253,27 @@ class Learner:
 
     def _observe_buckets(self, window: StepWindow) -> None:
         """Keep the recent communication times and overlap ratios."""
-        whole = window.valid.all(axis=1)
+        usable = window.valid.mean(axis=1) >= 0.5
         if self._comm.shape[1] != window.num_buckets:  # DDP has rebuilt its buckets: the old ones tell nothing
             self._comm = np.zeros((0, window.num_buckets))
             self._gammas = np.zeros((0, self.num_ranks, window.num_buckets))
-        gammas = window.ready_s / np.maximum(window.ready_s[..., -1:], 1e-12)
-        self._comm = np.concatenate([self._comm, bucket_times(window)[whole]])[-_RECENT:]
-        self._gammas = np.concatenate([self._gammas, gammas[whole]])[-_RECENT:]
+        valid = window.valid[..., None]
+        gammas = np.where(valid, window.ready_s / np.where(valid, window.ready_s[..., -1:], 1.0), np.nan)
+        self._comm = np.concatenate([self._comm, bucket_times(window)[usable]])[-_RECENT:]
+        self._gammas = np.concatenate([self._gammas, gammas[usable]])[-_RECENT:]
 
     def state_dict(self) -> dict[str, Any]:
         """Everything learned, as plain lists and numbers."""
-        arrays = {name: getattr(self, name).tolist() for name in _ARRAYS}
-        return {"num_ranks": self.num_ranks, "noise": self.noise, "changes": list(self.changes), **arrays}
+        # An overlap ratio that a rank did not measure is NaN, which is not JSON.
+        arrays = {name: [None if x != x else x for x in getattr(self, name).ravel().tolist()] for name in _ARRAYS}
+        return {
+            "num_ranks": self.num_ranks,
+            "num_buckets": self._comm.shape[1],
+            "noise": self.noise,
+            "changes": [list(change) for change in self.changes],
+            "num_changes": self.num_changes,
+            **arrays,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` returned."""
@@ -251,8 +281,13 @@ class Learner:
             raise StateError(f"state of {state.get('num_ranks')} ranks loaded into a learner of {self.num_ranks}")
         self.noise = float(state["noise"])
         self.changes = [(int(step), int(rank), float(factor)) for step, rank, factor in state["changes"]]
+        self.num_changes = int(state["num_changes"])
+        buckets = int(state["num_buckets"])
+        rows = len(state["_comm"]) // max(buckets, 1)
+        shapes: dict[str, tuple[int, ...]] = {"_comm": (rows, buckets), "_gammas": (rows, self.num_ranks, buckets)}
         for name in _ARRAYS:
-            setattr(self, name, np.asarray(state[name], dtype=np.float64))
+            shape = shapes.get(name, getattr(self, name).shape)
+            setattr(self, name, np.array(state[name], dtype=np.float64).reshape(shape))
 
 
-_ARRAYS = ("_batches", "_logs", "_weights", "_cusum", "_comm", "_gammas")
+_ARRAYS = ("_batches", "_logs", "_weights", "_cusum", "_comm", "_gammas", "_rank_noise")

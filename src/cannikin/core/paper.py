@@ -3,7 +3,8 @@
 A linear model without floors, one gamma for all ranks by inverse-variance weighting and T_o, T_u by the least over
 ranks (section 4.5); plans once an epoch, after one epoch of an even split and one of equation 8 (section 4.2); OptPerf
 by Algorithm 1 with rounding; the noise scale by Theorem 1; the total batch by goodput (section 2.2). Where the paper
-says nothing we choose what is kindest to it: negative batches are raised to the lower bound and the rest scaled down.
+says nothing we choose what is kindest to it: negative batches are raised to the lower bound and the rest scaled down,
+and a line that falls with the batch is taken for flat.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from cannikin.core.fit import pooled_gammas
 from cannikin.core.goodput import choose_total, efficiency, total_grid
 from cannikin.core.noise import noise_scale
 from cannikin.core.perf import Cluster, Curve
-from cannikin.core.plans import even_batches, inverse_batches, load_plan, make_plan, save_plan
+from cannikin.core.plans import even_batches, inverse_batches, load_plan, make_plan, restoring, save_plan
 from cannikin.core.records import FloatArray, Job, Plan, StepWindow
 
 __all__ = ["PaperPlanner"]
 
+_EPOCHS_KEPT = 50  # whose means the lines are fitted to
 _EPOCH_STEPS = 100  # an epoch's length at B0 where the job does not say
 
 
@@ -39,6 +41,7 @@ class PaperPlanner:
         self._noise = np.zeros(3)  # running weight, S, G
         self._samples = 0
         self._epoch = 0
+        self._num_plans = 0  # made at the ends of epochs; a short epoch may pass within one window
         self._due = False
 
     def observe(self, window: StepWindow) -> None:
@@ -53,6 +56,7 @@ class PaperPlanner:
             for rank in range(self.job.num_ranks):
                 means = [float(total[rank] / steps[rank]) for total in (batch, before, backward)]
                 self._rows.append([self._epoch, rank, *means])
+            self._rows = self._rows[-_EPOCHS_KEPT * self.job.num_ranks :]
             self._sums[:] = 0.0
             self._epoch, self._due = epoch, True
 
@@ -60,6 +64,7 @@ class PaperPlanner:
         """A new plan at the start of an epoch, else the one in force."""
         if self._due:
             self._due = False
+            self._num_plans += 1
             self._plan = self._decide(step)
         return self._plan
 
@@ -88,7 +93,7 @@ class PaperPlanner:
 
     def _decide(self, step: int) -> Plan:
         total = self._plan.total_batch
-        if self._epoch == 1:
+        if self._num_plans == 1:
             table = np.array(self._rows)[-self.job.num_ranks :]
             batches = inverse_batches(self.job, total, (table[:, 3] + table[:, 4]) / table[:, 2])
             return make_plan(step, batches, phase="inverse", reason="second epoch: equation 8")
@@ -115,9 +120,7 @@ class PaperPlanner:
                 return None, f"rank {rank} has run one local batch only, {table[0, 2]:g}"
             for c in (0, 1):
                 slope, fixed = np.polyfit(table[:, 2], table[:, 3 + c], 1)
-                if slope < 0:
-                    return None, f"rank {rank} would be faster with more samples: a slope of {slope:.2e} s"
-                lines[c, :, rank] = max(float(fixed), 0.0), slope
+                lines[c, :, rank] = max(float(fixed), 0.0), max(float(slope), 0.0)
         steps, gamma, square = self._gamma_sums
         mean = gamma / steps
         variance = np.maximum(square / steps - mean**2, 1e-12) / steps
@@ -136,9 +139,11 @@ class PaperPlanner:
 
     def _total(self, cluster: Cluster) -> tuple[int, str]:
         """The total batch with the best goodput, by Algorithm 1's own times."""
-        now = self._plan.total_batch
+        now = min(
+            max(self._plan.total_batch, self.job.batch_size), self.job.largest_total
+        )  # rounding may have moved it
         if self.job.largest_total == self.job.batch_size:
-            return self.job.batch_size, ""  # rounding may have moved the total: start from the user's own again
+            return now, ""
         if self._noise[0] == 0.0:
             return now, ""
         grid = np.unique(np.append(total_grid(self.job.batch_size, self.job.largest_total), now))
@@ -163,16 +168,17 @@ class PaperPlanner:
     def state_dict(self) -> dict[str, Any]:
         """Everything learned and decided."""
         arrays = {name: getattr(self, name).tolist() for name in _ARRAYS}
-        counters = [self._samples, self._epoch, self._due]
+        counters = [self._samples, self._epoch, self._num_plans, self._due]
         return {"plan": save_plan(self._plan), "rows": self._rows, "counters": counters, **arrays}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` returned."""
-        self._plan = load_plan(state["plan"], self.job)
-        self._rows = [list(row) for row in state["rows"]]
-        self._samples, self._epoch, self._due = state["counters"]
-        for name in _ARRAYS:
-            setattr(self, name, np.asarray(state[name], dtype=np.float64))
+        with restoring("paper planner"):
+            self._plan = load_plan(state["plan"], self.job)
+            self._rows = [list(row) for row in state["rows"]]
+            self._samples, self._epoch, self._num_plans, self._due = state["counters"]
+            for name in _ARRAYS:
+                setattr(self, name, np.asarray(state[name], dtype=np.float64))
 
 
 _ARRAYS = ("_sums", "_gamma_sums", "_comm_sums", "_noise")

@@ -159,6 +159,8 @@ class Cluster:
 
     def without(self, rank: int) -> Cluster:
         """The cluster after one rank has left, its ring all-reduce one rank shorter (`ring_factor`)."""
+        if not 0 <= rank < self.num_ranks:
+            raise InvalidInputError(f"rank={rank}: this cluster has ranks 0 to {self.num_ranks - 1}")
         if self.num_ranks == 1:
             raise InvalidInputError(f"{self.names[0]!r} is the only rank: nothing would be left")
         rest = np.delete(np.arange(self.num_ranks), rank)
@@ -247,4 +249,6 @@ def step_time(cluster: Cluster, local_batches: npt.ArrayLike) -> float:
     batches = np.asarray(local_batches, dtype=np.float64)
     if batches.shape != (cluster.num_ranks,):
         raise InvalidInputError(f"{batches.size} local batches for {cluster.num_ranks} ranks: give one a rank")
+    if not np.isfinite(batches).all():
+        raise InvalidInputError(f"local_batches={batches.tolist()}: must be finite")
     return float(cluster.bucket_times(batches).max())

@@ -12,7 +12,7 @@ import numpy as np
 from cannikin.core.adaptdl import AdaptdlPlanner
 from cannikin.core.controller import Controller
 from cannikin.core.paper import PaperPlanner
-from cannikin.core.plans import compute_seconds, even_batches, load_plan, make_plan, save_plan
+from cannikin.core.plans import compute_seconds, even_batches, load_plan, make_plan, restoring, save_plan
 from cannikin.core.records import FloatArray, Job, Plan, Planner, StepWindow
 from cannikin.errors import InvalidInputError
 
@@ -28,7 +28,7 @@ def make_planner(policy: str, job: Job, *, batch_norm: bool = False) -> Planner:
         >>> make_planner("even", Job(num_ranks=3, batch_size=8)).plan(0).local_batches
         (3, 3, 2)
     """
-    match policy.replace("_", "-"):
+    match str(policy).replace("_", "-"):
         case "cannikin":
             return Controller(job, batch_norm=batch_norm)
         case "even":
@@ -107,5 +107,6 @@ class LbBspPlanner:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` returned."""
-        self._plan = load_plan(state["plan"], self.job)
-        self._compute_s = None if state["compute_s"] is None else np.asarray(state["compute_s"], dtype=np.float64)
+        with restoring("LB-BSP planner"):
+            self._plan = load_plan(state["plan"], self.job)
+            self._compute_s = None if state["compute_s"] is None else np.asarray(state["compute_s"], dtype=np.float64)

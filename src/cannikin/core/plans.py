@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -12,7 +14,7 @@ from cannikin.core.records import FloatArray, IntArray, Job, Plan, StepWindow
 from cannikin.core.split import optimal_split
 from cannikin.errors import StateError
 
-__all__ = ["compute_seconds", "even_batches", "inverse_batches", "load_plan", "make_plan", "save_plan"]
+__all__ = ["compute_seconds", "even_batches", "inverse_batches", "load_plan", "make_plan", "restoring", "save_plan"]
 
 
 def make_plan(
@@ -79,4 +81,21 @@ def load_plan(state: dict[str, Any], job: Job) -> Plan:
         raise StateError(f"saved plan cannot be read: {error}") from error
     if len(plan.local_batches) != job.num_ranks:
         raise StateError(f"saved plan is for {len(plan.local_batches)} ranks, this job has {job.num_ranks}")
+    low, high = job.bounds
+    if (low > plan.local_batches).any() or (high < plan.local_batches).any():
+        raise StateError(
+            f"saved local batches {plan.local_batches} break this job's bounds: {low.tolist()}, {high.tolist()}"
+        )
     return plan
+
+
+@contextmanager
+def restoring(what: str) -> Iterator[None]:
+    """Turn whatever a damaged state provokes into a StateError."""
+    try:
+        yield
+    except StateError:
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        text = f"not the state of a {what} ({type(error).__name__}: {error}): load what state_dict() returned"
+        raise StateError(text) from error

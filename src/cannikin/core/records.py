@@ -91,11 +91,14 @@ class Job:
             raise InvalidInputError(
                 f"min_local={self.min_local}, max_local={self.max_local}: need 1 <= min_local <= max_local"
             )
-        if not lo.sum() <= self.batch_size <= hi.sum():
+        lowest, highest = sum(lo.tolist()), sum(hi.tolist())  # as Python's: 1,024 x NO_MAX overflows numpy's
+        if not lowest <= self.batch_size <= highest or self.batch_size != int(self.batch_size):
             raise InvalidInputError(
-                f"batch_size={self.batch_size} is outside what the {self.num_ranks} ranks can hold, "
-                f"{lo.sum()} to {hi.sum()}: change batch_size or the local bounds"
+                f"batch_size={self.batch_size} must be a whole number that the {self.num_ranks} ranks can hold, "
+                f"{lowest} to {highest}: change batch_size or the local bounds"
             )
+        if self.num_samples is not None and self.num_samples < 1:
+            raise InvalidInputError(f"num_samples={self.num_samples}: an epoch needs at least 1 sample, or None")
         if self.max_batch_size is not None and self.max_batch_size < self.batch_size:
             raise InvalidInputError(
                 f"max_batch_size={self.max_batch_size} is below batch_size={self.batch_size}: raise it or leave it out"
@@ -116,7 +119,7 @@ class Job:
     def largest_total(self) -> int:
         """The largest total batch allowed by `max_batch_size` and the upper bounds together."""
         _, hi = self.bounds
-        return int(min(self.max_batch_size or self.batch_size, hi.sum()))
+        return int(min(self.max_batch_size or self.batch_size, sum(hi.tolist())))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -131,7 +134,7 @@ class StepWindow:
         done_s: moment each bucket's all-reduce was done, on the same clock, [S, n, J].
         local_sqnorm: |g_i|^2, [S, n]; NaN where it was not taken.
         global_sqnorm: |g|^2, [S]; NaN where it was not taken.
-        valid: whether this rank's measurement of this step counts, [S, n].
+        valid: whether this rank's measurement of this step counts, [S, n]; impossible times never do.
     """
 
     first_step: int
@@ -144,7 +147,7 @@ class StepWindow:
     valid: BoolArray = field(default_factory=lambda: np.ones((0, 0), dtype=np.bool_))
 
     def __post_init__(self) -> None:
-        if self.valid.size == 0 and self.local_batches.size:
+        if self.valid.size == 0:
             object.__setattr__(self, "valid", np.ones(self.local_batches.shape, dtype=np.bool_))
         steps, ranks = self.local_batches.shape
         for name, want in (
@@ -158,6 +161,17 @@ class StepWindow:
             shape = getattr(self, name).shape
             if shape != want:
                 raise InvalidInputError(f"{name} has shape {shape}, the window's other arrays ask for {want}")
+        object.__setattr__(self, "valid", self.valid & self._possible())
+
+    def _possible(self) -> BoolArray:
+        """Where the times can be times: a measurement gone wrong must not outlive its step."""
+        finite = (
+            np.isfinite(self.before_s) & np.isfinite(self.ready_s).all(axis=-1) & np.isfinite(self.done_s).all(axis=-1)
+        )
+        with np.errstate(invalid="ignore"):
+            positive = (self.before_s >= 0) & (self.ready_s[..., -1] > 0) & (self.done_s.max(axis=-1) > 0)
+        possible: BoolArray = finite & positive & (self.local_batches >= 1)
+        return possible
 
     @property
     def num_steps(self) -> int:
