@@ -14,14 +14,25 @@ if TYPE_CHECKING:
     from cannikin.core.perf import Cluster, Curve, step_time
     from cannikin.core.records import Split
     from cannikin.core.split import optimal_split
+    from cannikin.runtime.data import HeteroDataLoader
+    from cannikin.runtime.engine import Engine, attach
+    from cannikin.runtime.parallel import HeteroDataParallel
+    from cannikin.runtime.sampler import HeteroBatchSampler
+    from cannikin.runtime.schedule import by_progress
 
 __all__ = [
     "Cluster",
     "Curve",
+    "Engine",
+    "HeteroBatchSampler",
+    "HeteroDataLoader",
+    "HeteroDataParallel",
     "NoiseEstimate",
     "NoiseTracker",
     "Split",
     "__version__",
+    "attach",
+    "by_progress",
     "load_cluster",
     "noise_scale",
     "optimal_split",
@@ -32,9 +43,15 @@ __all__ = [
 _HOMES = {
     "Cluster": "cannikin.core.perf",
     "Curve": "cannikin.core.perf",
+    "Engine": "cannikin.runtime.engine",
+    "HeteroBatchSampler": "cannikin.runtime.sampler",
+    "HeteroDataLoader": "cannikin.runtime.data",
+    "HeteroDataParallel": "cannikin.runtime.parallel",
     "NoiseEstimate": "cannikin.core.noise",
     "NoiseTracker": "cannikin.core.noise_tracker",
     "Split": "cannikin.core.records",
+    "attach": "cannikin.runtime.engine",
+    "by_progress": "cannikin.runtime.schedule",
     "load_cluster": "cannikin.cluster_file",
     "noise_scale": "cannikin.core.noise",
     "optimal_split": "cannikin.core.split",

@@ -1,0 +1,279 @@
+"""How an epoch is cut into steps and a step into the ranks' slices, and where in an epoch a loader stands.
+
+Everything here is arithmetic on whole numbers that comes out the same on every rank, so no rank asks another. An epoch
+is a line of samples; each step takes the next B of them, and the ranks take contiguous slices of those in rank order.
+A checkpoint therefore needs one number, the samples handed out so far, and fits any number of ranks and any plan.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cannikin.core.records import NO_MAX, Job
+from cannikin.errors import InvalidInputError, StateError
+
+__all__ = ["Bookmark", "Bounds", "EpochState", "cut", "make_job", "num_steps", "whole_number"]
+
+Bounds = tuple[int | None, int | None] | Sequence[tuple[int | None, int | None]]
+"""`(low, high)` for all ranks or one such pair a rank; None leaves a side at its default."""
+
+MAX_SEED = 2**63 - 1
+"""Seeds travel between ranks as 64-bit integers."""
+
+
+def cut(local_batches: Sequence[int], remaining: int, *, min_local: int = 1) -> tuple[tuple[int, int], ...]:
+    """The next step's slices, `(start, count)` one a rank, `start` counted from the first sample not yet handed out.
+
+    With at least B samples left rank i gets its b_i. With fewer, R, they are split in proportion to the plan,
+
+        q_i = R b_i / B,    rounded by largest remainders,
+
+    but every rank gets at least `min_local` samples where R suffices, and where it does not, the ranks with the
+    smallest local batches get none (a padding batch). No rank ever gets more than its b_i, which may be all its
+    memory holds; where that leaves no other way, one rank gets fewer than `min_local`.
+
+    Args:
+        local_batches: b_i of the plan in force.
+        remaining: samples of the epoch not yet handed out, >= 0.
+        min_local: fewest samples a rank should train on; 2 for BatchNorm, which cannot normalise a single one.
+
+    Examples:
+        >>> cut([6, 2], 100)
+        ((0, 6), (6, 2))
+        >>> cut([6, 2], 4)
+        ((0, 3), (3, 1))
+        >>> cut([6, 2], 4, min_local=2)
+        ((0, 2), (2, 2))
+        >>> cut([6, 2], 3, min_local=2)
+        ((0, 3), (3, 0))
+    """
+    counts = list(local_batches) if remaining >= sum(local_batches) else _resplit(local_batches, remaining, min_local)
+    starts = np.cumsum([0, *counts]).tolist()
+    return tuple(zip(starts[:-1], counts, strict=True))
+
+
+def _resplit(local_batches: Sequence[int], remaining: int, min_local: int) -> list[int]:
+    """Counts of a short last batch."""
+    by_size = sorted((i for i, size in enumerate(local_batches) if size), key=lambda i: (-local_batches[i], i))
+    chosen = by_size[: remaining // min_local]
+    counts = [0] * len(local_batches)
+    if sum(local_batches[i] for i in chosen) < remaining:  # too few ranks reach min_local: fill the largest first
+        for i in by_size:
+            counts[i] = min(local_batches[i], remaining - sum(counts))
+        return counts
+    while True:  # ranks whose share is below the minimum get the minimum, the others share what is left
+        rest = remaining - sum(counts)
+        weight = sum(local_batches[i] for i in chosen)
+        low = [i for i in chosen if rest * local_batches[i] < min(min_local, local_batches[i]) * weight]
+        if not low:
+            break
+        chosen = [i for i in chosen if i not in low]
+        for i in low:
+            counts[i] = min(min_local, local_batches[i])
+    for i in chosen:
+        counts[i] = rest * local_batches[i] // weight
+    by_remainder = sorted(chosen, key=lambda i: (-(rest * local_batches[i] % weight), i))
+    for i in by_remainder[: remaining - sum(counts)]:
+        counts[i] += 1
+    return counts
+
+
+def num_steps(remaining: int, total_batch: int, *, drop_last: bool = False) -> int:
+    """Steps that `remaining` samples make at a total batch of `total_batch`.
+
+    Examples:
+        >>> num_steps(10, 4), num_steps(10, 4, drop_last=True)
+        (3, 2)
+    """
+    return remaining // total_batch if drop_last else -(-remaining // total_batch)
+
+
+def whole_number(name: str, value: object, *, low: int, high: int | None = None) -> int:
+    """`value` as an int, or an error that names the argument and its limits."""
+    limit = f"a whole number of at least {low}" + ("" if high is None else f" and at most {high}")
+    try:
+        if isinstance(value, bool | np.bool_):
+            raise TypeError
+        number = operator.index(value)  # type: ignore[arg-type]  # TypeError is the answer for what has no index
+    except TypeError:
+        raise InvalidInputError(f"{name}={value!r} must be {limit}") from None
+    if number < low or (high is not None and number > high):
+        raise InvalidInputError(f"{name}={number} must be {limit}")
+    return number
+
+
+def make_job(
+    *,
+    num_ranks: int,
+    batch_size: int,
+    max_batch_size: int | None = None,
+    local_batches: Sequence[int] | None = None,
+    local_bounds: Bounds | None = None,
+    num_samples: int | None = None,
+    has_batch_norm: bool = False,
+) -> Job:
+    """What the planner may choose from, out of a loader's arguments.
+
+    `max_batch_size` is cut to the length of an epoch, which no step can exceed.
+
+    Examples:
+        >>> make_job(num_ranks=2, batch_size=32, local_batches=[24, 8]).min_local
+        (24, 8)
+    """
+    batch_size = whole_number("batch_size", batch_size, low=1)
+    if batch_size < num_ranks:
+        raise InvalidInputError(
+            f"batch_size={batch_size} is below the {num_ranks} ranks: batch_size is the total over all ranks and each "
+            "needs at least 1 sample; raise batch_size"
+        )
+    if local_batches is not None:
+        if max_batch_size is not None or local_bounds is not None:
+            other = "local_bounds" if max_batch_size is None else "max_batch_size"
+            raise InvalidInputError(
+                f"local_batches={local_batches} pins the split, so {other} has no use: leave it out"
+            )
+        pinned = _pinned(local_batches, num_ranks, batch_size)
+        return Job(
+            num_ranks=num_ranks, batch_size=batch_size, min_local=pinned, max_local=pinned, num_samples=num_samples
+        )
+    if max_batch_size is not None:
+        max_batch_size = whole_number("max_batch_size", max_batch_size, low=batch_size)
+        if num_samples is not None:
+            max_batch_size = max(batch_size, min(max_batch_size, num_samples))
+    low, high = _bounds(local_bounds, num_ranks, default_low=2 if has_batch_norm else 1)
+    if has_batch_norm and local_bounds is None and sum(low) > batch_size:
+        raise InvalidInputError(
+            f"batch_size={batch_size} is below {sum(low)}: the model has BatchNorm, so each of the {num_ranks} ranks "
+            "needs at least 2 samples; raise batch_size, or set local_bounds=(1, None) if the model can take 1"
+        )
+    return Job(
+        num_ranks=num_ranks,
+        batch_size=batch_size,
+        max_batch_size=max_batch_size,
+        min_local=low,
+        max_local=high,
+        num_samples=num_samples,
+    )
+
+
+def _pinned(local_batches: Sequence[int], num_ranks: int, batch_size: int) -> tuple[int, ...]:
+    sizes = tuple(whole_number(f"local_batches[{i}]", size, low=1) for i, size in enumerate(local_batches))
+    if len(sizes) != num_ranks:
+        raise InvalidInputError(f"local_batches={list(sizes)} has {len(sizes)} sizes for {num_ranks} ranks: one a rank")
+    if sum(sizes) != batch_size:
+        raise InvalidInputError(
+            f"local_batches={list(sizes)} sum to {sum(sizes)}, not batch_size={batch_size}: batch_size is the total "
+            f"over all ranks; set batch_size={sum(sizes)} or change the local batches"
+        )
+    return sizes
+
+
+def _bounds(bounds: Bounds | None, num_ranks: int, default_low: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    pairs: list[Any] = [(None, None)] if bounds is None else list(bounds)
+    if len(pairs) == 2 and not any(isinstance(pair, Sequence) for pair in pairs):
+        pairs = [tuple(pairs)]
+    pairs = pairs * num_ranks if len(pairs) == 1 else pairs
+    if len(pairs) != num_ranks or not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in pairs):
+        raise InvalidInputError(
+            f"local_bounds={bounds!r} must be (low, high), or one such pair for each of the {num_ranks} ranks"
+        )
+    low = [default_low if pair[0] is None else whole_number("low of local_bounds", pair[0], low=1) for pair in pairs]
+    high = [NO_MAX if pair[1] is None else whole_number("high of local_bounds", pair[1], low=1) for pair in pairs]
+    return tuple(low), tuple(high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochState:
+    """A place in the data: `position` samples of epoch `epoch` have been handed out, over all ranks."""
+
+    epoch: int = 0
+    position: int = 0
+
+
+class Bookmark:
+    """Which epoch the next pass begins, where in it, and what a checkpoint says.
+
+    A pass that is broken off abandons its epoch in this process; a checkpoint taken after it still says where it
+    stood, so that a run stopped by its loop's `break` and resumed elsewhere misses nothing.
+
+    Examples:
+        >>> mark = Bookmark(num_samples=10, seed=0, shuffle=True)
+        >>> mark.begin()
+        EpochState(epoch=0, position=0)
+        >>> mark.advance(4)
+        >>> mark.end()
+        >>> mark.state_dict()["position"], mark.epoch
+        (4, 1)
+    """
+
+    def __init__(self, *, num_samples: int | None, seed: int, shuffle: bool) -> None:
+        self._identity = {
+            "num_samples": -1 if num_samples is None else num_samples,
+            "seed": whole_number("seed", seed, low=0, high=MAX_SEED),
+            "shuffle": int(shuffle),
+        }
+        self.next = EpochState()
+        self._saved = self.next
+        self.underway = False
+
+    @property
+    def epoch(self) -> int:
+        """The epoch underway; between passes the one that the next pass begins."""
+        return self._saved.epoch if self.underway else self.next.epoch
+
+    def begin(self) -> EpochState:
+        """Start the next pass: where it begins."""
+        self._saved, self.underway = self.next, True
+        self.next = EpochState(epoch=self._saved.epoch + 1)
+        return self._saved
+
+    def advance(self, position: int) -> None:
+        """A batch was handed out: `position` samples of the epoch now are."""
+        self._saved = EpochState(epoch=self._saved.epoch, position=position)
+
+    def finish(self) -> None:
+        """The pass came to the end of its epoch."""
+        self._saved, self.underway = self.next, False
+
+    def end(self) -> None:
+        """The pass is over, at its end or broken off."""
+        self.underway = False
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make `epoch` the next pass's; a loaded position in that same epoch is kept."""
+        epoch = whole_number("epoch", epoch, low=0)
+        if epoch != self.next.epoch:
+            self.next = EpochState(epoch=epoch)
+        if not self.underway:
+            self._saved = self.next
+
+    def state_dict(self) -> dict[str, int]:
+        """Plain numbers: epoch, samples handed out, and what makes this order of samples the one it is."""
+        return {"epoch": self._saved.epoch, "position": self._saved.position, **self._identity}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned, on any number of ranks."""
+        if self.underway:
+            raise StateError("a state cannot be loaded during a pass over the data: load it before the loop")
+        missing = sorted({"epoch", "position", *self._identity} - set(state))
+        if missing:
+            raise StateError(f"the loader's state lacks {', '.join(missing)}: load what loader.state_dict() returned")
+        for name, own in self._identity.items():
+            if state[name] != own:
+                raise StateError(
+                    f"the saved {name}={state[name]} is not this loader's {own}: the saved position is one in another "
+                    f"order of samples; build the loader as it was, or leave its state out to begin afresh"
+                )
+        try:
+            length = self._identity["num_samples"]
+            epoch = whole_number("saved epoch", state["epoch"], low=0)
+            high = None if length < 0 else length
+            position = whole_number("saved position", state["position"], low=0, high=high)
+        except InvalidInputError as error:
+            raise StateError(f"{error}: the state is damaged or not of a loader") from None
+        self.next = self._saved = EpochState(epoch=epoch, position=position)

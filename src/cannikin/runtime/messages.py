@@ -1,0 +1,58 @@
+"""A plan on its way from rank 0 to the others: whole numbers only, floats by their bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from cannikin.core.records import Plan
+
+__all__ = ["Decision", "decision_length", "decode_decision", "encode_decision"]
+
+_PHASES = ("even", "inverse", "optperf", "lb-bsp", "other")
+_HEAD = 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What rank 0 decided at the end of a window."""
+
+    plan: Plan
+    signal_sqnorm: float = float("nan")
+    noise_trace: float = float("nan")
+    num_skipped: int = 0
+
+
+def decision_length(num_ranks: int) -> int:
+    """Numbers in an encoded decision."""
+    return _HEAD + 2 * num_ranks
+
+
+def encode_decision(decision: Decision) -> torch.Tensor:
+    """A decision as int64, [decision_length]."""
+    plan = decision.plan
+    phase = _PHASES.index(plan.phase) if plan.phase in _PHASES else len(_PHASES) - 1
+    predicted_s = float("nan") if plan.predicted_step_s is None else plan.predicted_step_s
+    floats = [predicted_s, decision.signal_sqnorm, decision.noise_trace]
+    bits = torch.tensor(floats, dtype=torch.float64).view(torch.int64)
+    whole = [plan.first_step, plan.total_batch, phase, decision.num_skipped]
+    return torch.cat([torch.tensor(whole), bits, torch.tensor(plan.local_batches + plan.micro_batches)])
+
+
+def decode_decision(values: torch.Tensor, *, reason: str) -> Decision:
+    """What `encode_decision` was given; a reason does not travel, so the receiver states its own."""
+    first_step, total_batch, phase, num_skipped = (int(v) for v in values[:4])
+    predicted_s, signal, trace = values[4:_HEAD].view(torch.float64).tolist()
+    batches = values[_HEAD:].tolist()
+    n = len(batches) // 2
+    plan = Plan(
+        first_step=first_step,
+        total_batch=total_batch,
+        local_batches=tuple(batches[:n]),
+        micro_batches=tuple(batches[n:]),
+        predicted_step_s=None if predicted_s != predicted_s else predicted_s,
+        phase=_PHASES[phase],
+        reason=reason,
+    )
+    return Decision(plan=plan, signal_sqnorm=signal, noise_trace=trace, num_skipped=num_skipped)

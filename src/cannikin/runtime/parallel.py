@@ -1,0 +1,191 @@
+"""`HeteroDataParallel`: DistributedDataParallel whose ranks may have unequal batches."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+
+from cannikin.core.records import Plan, Planner
+from cannikin.errors import InvalidInputError
+from cannikin.runlog import Observer
+from cannikin.runtime.engine import attach
+from cannikin.runtime.weighting import has_batch_norm
+
+__all__ = ["HeteroDataParallel", "ensure_process_group"]
+
+_log = logging.getLogger("cannikin")
+
+
+def ensure_process_group(device: torch.device) -> None:
+    """Use the default process group; else make the one torchrun describes; else one of this process alone."""
+    if dist.is_initialized():
+        return
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+
+
+class HeteroDataParallel(DistributedDataParallel):
+    """DistributedDataParallel that learns each rank's speed and weights gradients of unequal batches right.
+
+    `isinstance`, `no_sync`, `module` and `state_dict()` are DDP's own; what is added lives in `engine`. The gradient
+    equals that of one process on the whole batch, for a loss that is a mean over the local batch.
+
+    Args:
+        module: the network, on its device.
+        optimizer: what steps its parameters.
+        policy: "cannikin", "even", "lb-bsp", "adaptdl", "paper" or a `Planner`; CANNIKIN_POLICY in the environment
+            overrides the default.
+        weighting: "auto", "hook", "loss" or "none" (see `weighting`).
+        lr_rule: "auto", "adascale", "adamscale", "linear", "sqrt", "legw" or "none".
+        grad_scaler: the `torch.amp.GradScaler` in use, if any.
+        comm_wrapper: DDP's `fp16_compress_wrapper` or `bf16_compress_wrapper`.
+        observers: told of every window, plan and event, on rank 0.
+        run_dir: folder for the run log, `runlog.jsonl`; None writes nothing.
+        **ddp_kwargs: passed on to DDP.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        policy: str | Planner | None = None,
+        weighting: str = "auto",
+        lr_rule: str = "auto",
+        grad_scaler: Any = None,
+        comm_wrapper: Any = None,
+        observers: tuple[Observer, ...] = (),
+        run_dir: str | Path | None = None,
+        **ddp_kwargs: Any,
+    ) -> None:
+        device = next(module.parameters()).device
+        ensure_process_group(device)
+        super().__init__(module, **_buffer_options(module, ddp_kwargs))
+        if policy is None:
+            policy = os.environ.get("CANNIKIN_POLICY", "cannikin")
+        self.engine = attach(
+            self,
+            optimizer,
+            policy=policy,
+            weighting=weighting,
+            lr_rule=lr_rule,
+            grad_scaler=grad_scaler,
+            comm_wrapper=comm_wrapper,
+            observers=observers,
+            run_dir=run_dir,
+        )
+        if self.engine.rank == 0:
+            _log.info("%s; %s", self.engine.weighting_reason, self.engine.lr_reason)
+
+    # The engine's work around forward is not for the compiler: it would break the graph at every line.
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator,no-untyped-call]
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """DDP's forward."""
+        return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force; None before a loader is built."""
+        return self.engine.plan
+
+    @property
+    def noise_scale(self) -> float:
+        """Gradient noise scale in samples; NaN before it is known."""
+        return self.engine.noise_scale
+
+    @property
+    def gain(self) -> float:
+        """Initial-batch steps that one step at the plan's total batch is worth."""
+        return self.engine.gain
+
+    @property
+    def progress(self) -> float:
+        """Initial-batch steps that training so far has been worth."""
+        return self.engine.progress
+
+    def epochs(self, num_epochs: float) -> Iterator[int]:
+        """Pass over the data until progress equals `num_epochs` passes at the initial batch; yields 0, 1, 2, ...
+
+        A pass at a larger batch makes less progress, so there may be more passes than `num_epochs`; `range(num_epochs)`
+        gives that many passes whatever they are worth.
+        """
+        coordinator = self.engine.coordinator
+        if coordinator is None or coordinator.job.num_samples is None:
+            raise InvalidInputError("epochs() needs a HeteroDataLoader of known length: build it first, or use range()")
+        goal = num_epochs * coordinator.job.num_samples / coordinator.job.batch_size
+        epoch = 0
+        # A last step that is half done would cost a whole pass.
+        while self.progress < goal - 0.5:
+            yield epoch
+            epoch += 1
+
+    def use_batch(self, local: int, total: int) -> None:
+        """Say how many samples this rank and all ranks have in the next training forward, for a loader of your own."""
+        self.engine.use_batch(local, total)
+
+    def weighted_mean(self, value: torch.Tensor | float) -> torch.Tensor:
+        """The mean over all samples of a per-rank mean, such as the loss of the step in training.
+
+            sum_i (b_i/B) x_i
+
+        Every rank must call it, and waits for the others.
+        """
+        entry = self.engine.current_entry
+        if entry is None:
+            raise InvalidInputError("weighted_mean() needs a training step: call it after forward")
+        device = next(self.parameters()).device
+        total = torch.as_tensor(value, device=device).detach() * (entry.local_batch / entry.total_batch)
+        if entry.is_padding:
+            total = torch.zeros_like(total)
+        dist.all_reduce(total, group=self.process_group)
+        return total
+
+    def micro_batches(self, batch: Any, num_parts: int | None = None) -> Iterator[Any]:
+        """Cut a batch along dimension 0 and hold synchronisation back on all parts but the last.
+
+        Take each part's own mean loss and call backward on it; step the optimizer once, after the loop. Parts are
+        weighted by their size, and their number may differ between ranks.
+
+        Args:
+            batch: tensors of one length in dimension 0, in any nesting.
+            num_parts: how many; the plan's `micro_batches` of this rank where left out.
+        """
+        tensors = [x for x in pytree.tree_leaves(batch) if isinstance(x, torch.Tensor)]
+        if not tensors:
+            raise InvalidInputError("micro_batches() got no tensor to cut")
+        size = len(tensors[0])
+        if num_parts is None:
+            num_parts = 1 if self.plan is None else self.plan.micro_batches[self.engine.rank]
+        bounds = torch.linspace(0, size, max(1, min(num_parts, size)) + 1).round().long().tolist()
+        try:
+            for start, end in itertools.pairwise(bounds):
+                last = end == size
+                self.engine.begin_part((end - start) / size)
+                with nullcontext() if last else self.no_sync():
+                    yield pytree.tree_map(lambda x: x[start:end] if isinstance(x, torch.Tensor) else x, batch)  # noqa: B023
+        finally:
+            self.engine.end_parts()
+
+
+def _buffer_options(module: torch.nn.Module, ddp_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """DDP's options, without its broadcast of rank 0's buffers where we average BatchNorm's ourselves."""
+    names = inspect.signature(DistributedDataParallel.__init__).parameters
+    option = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
+    if not has_batch_norm(module) or ddp_kwargs.keys() & {"forward_sync_buffers", "broadcast_buffers"}:
+        return ddp_kwargs
+    return {**ddp_kwargs, option: False}

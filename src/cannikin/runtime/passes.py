@@ -1,0 +1,275 @@
+"""Passes over the data: one order an epoch for all ranks, cut step by step as the plans say.
+
+What `HeteroDataLoader` and `HeteroBatchSampler` share. Samples come from a dataset with indices or from a stream; the
+steps are cut the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+
+from cannikin.core.records import Plan
+from cannikin.errors import InvalidInputError, StateError
+from cannikin.runtime.cutting import Bookmark, EpochState, cut, num_steps
+from cannikin.runtime.entries import BatchEntry, BatchSource, Feed
+
+__all__ = [
+    "CutStep",
+    "Cutter",
+    "IndexSource",
+    "Passes",
+    "Source",
+    "StreamSource",
+    "bind_settings",
+    "check_length",
+    "epoch_order",
+    "feed_has_batch_norm",
+    "feed_of",
+    "refusing",
+]
+
+FEED_NAMES = tuple(name for name in vars(Feed) if not name.startswith("_"))
+
+
+def feed_of(model: object) -> Feed:
+    """The engine of a HeteroDataParallel, or the engine itself."""
+    engine = getattr(model, "engine", model)
+    missing = [name for name in FEED_NAMES if not hasattr(engine, name)]
+    if missing:
+        raise InvalidInputError(
+            f"model is a {type(model).__name__}, which has no cannikin engine: pass the cannikin.HeteroDataParallel "
+            "that trains on this data, or what cannikin.attach(ddp, optimizer) returned"
+        )
+    return cast(Feed, engine)
+
+
+@contextmanager
+def refusing(feed: Feed) -> Iterator[None]:
+    """Around what comes before `bind`: an error of this rank alone reaches the others, which wait for it there."""
+    try:
+        yield
+    except Exception as error:
+        refuse = getattr(feed, "refuse", None)
+        if refuse is not None:
+            refuse(error)
+        raise
+
+
+def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> torch.Tensor:
+    """The samples' order in an epoch, the same on every rank.
+
+    Examples:
+        >>> epoch_order(4, seed=0, epoch=0, shuffle=False).tolist()
+        [0, 1, 2, 3]
+        >>> sorted(epoch_order(4, seed=0, epoch=3, shuffle=True).tolist())
+        [0, 1, 2, 3]
+    """
+    if not shuffle:
+        return torch.arange(num_samples)
+    # Not seed + epoch, as DistributedSampler has it: there run 1 sees in epoch 0 what run 0 sees in epoch 1.
+    (mixed,) = np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64).tolist()
+    return torch.randperm(num_samples, generator=torch.Generator().manual_seed(mixed))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutStep:
+    """One step as one rank sees it.
+
+    Args:
+        entry: what the engine is told.
+        start: where this rank's slice begins, counted from the first sample of the epoch.
+        position: samples of the epoch that are handed out once this step is.
+    """
+
+    entry: BatchEntry
+    start: int
+    position: int
+
+
+class Cutter:
+    """Cuts the steps of one pass in turn, asking for each step's plan as it goes.
+
+    Args:
+        feed: the engine, which knows the plans.
+        drop_last: leave out a last batch shorter than the plan's total.
+        min_local: fewest samples a rank should get of a short last batch.
+    """
+
+    def __init__(self, feed: Feed, *, drop_last: bool, min_local: int) -> None:
+        self._feed = feed
+        self._drop_last = drop_last
+        self._min_local = min_local
+        self._step = feed.next_step
+        self.num_cut = 0
+        self.position = 0
+        self.plan: Plan | None = None
+
+    def look(self) -> int:
+        """The total batch planned for the step about to be cut."""
+        self.plan = self._feed.plan_at(self._step)
+        return self.plan.total_batch
+
+    def cut(self, position: int, remaining: int) -> CutStep | None:
+        """The step at `position` with `remaining` samples left, after `look`; None where the pass is over."""
+        plan = self.plan
+        assert plan is not None, "look() comes first"
+        assert len(plan.local_batches) == self._feed.world_size, f"{plan} is not for {self._feed.world_size} ranks"
+        if remaining == 0 or (self._drop_last and remaining < plan.total_batch):
+            return None
+        start, count = cut(plan.local_batches, remaining, min_local=self._min_local)[self._feed.rank]
+        total = min(plan.total_batch, remaining)
+        entry = BatchEntry(step=self._step, local_batch=count, total_batch=total, is_padding=count == 0)
+        self._step += 1
+        self.num_cut += 1
+        self.position = position + total
+        return CutStep(entry=entry, start=position + start, position=self.position)
+
+
+class Source(Protocol):
+    """Where the samples of an epoch come from."""
+
+    def steps(self, state: EpochState, cutter: Cutter) -> Iterator[tuple[CutStep, list[Any]]]:
+        """The steps from `state` to the epoch's end, each with what this rank gets of it."""
+
+
+class IndexSource:
+    """A dataset with indices: steps come with the indices of this rank's samples, padding with those of any two."""
+
+    def __init__(self, num_samples: int, *, seed: int, shuffle: bool) -> None:
+        self._num_samples = num_samples
+        self._seed = seed
+        self._shuffle = shuffle
+
+    def steps(self, state: EpochState, cutter: Cutter) -> Iterator[tuple[CutStep, list[Any]]]:
+        """See `Source`."""
+        order = epoch_order(self._num_samples, seed=self._seed, epoch=state.epoch, shuffle=self._shuffle)
+        position = state.position
+        while position < self._num_samples:
+            cutter.look()
+            step = cutter.cut(position, self._num_samples - position)
+            if step is None:
+                return
+            mine = order[step.start : step.start + step.entry.local_batch].tolist()
+            yield step, mine or _two_of(order[:2].tolist())
+            position = step.position
+
+
+class StreamSource:
+    """A dataset read in order: every rank reads all of it and steps come with this rank's samples."""
+
+    def __init__(self, dataset: object, reader: Iterable[Any]) -> None:
+        self._dataset = dataset
+        self._reader = reader
+
+    def steps(self, state: EpochState, cutter: Cutter) -> Iterator[tuple[CutStep, list[Any]]]:
+        """See `Source`."""
+        stream = self._open(state)
+        position = state.position
+        padding: list[Any] = []
+        while True:
+            chunk = list(islice(stream, cutter.look()))
+            padding = padding or _two_of(chunk[:2])
+            step = cutter.cut(position, len(chunk))
+            if step is None:
+                return
+            first = step.start - position
+            yield step, chunk[first : first + step.entry.local_batch] or padding
+            position = step.position
+
+    def _open(self, state: EpochState) -> Iterator[Any]:
+        set_epoch = getattr(self._dataset, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(state.epoch)
+        stream = iter(self._reader)
+        num_skipped = sum(1 for _ in islice(stream, state.position))
+        if num_skipped < state.position:
+            raise StateError(
+                f"the stream ended after {num_skipped} samples, the saved state is at sample {state.position} of it: "
+                "resume on the stream that was saved, or leave the loader's state out to begin afresh"
+            )
+        return stream
+
+
+def _two_of(samples: list[Any]) -> list[Any]:
+    """Two samples to pad with, if need be the same one twice: BatchNorm in training refuses one."""
+    return samples if len(samples) != 1 else samples * 2
+
+
+class Passes:
+    """Pass after pass over the data: what sampler and loader share.
+
+    Args:
+        feed: the engine.
+        source: where samples come from.
+        bookmark: where in the data the passes are.
+        num_samples: length of an epoch; None where unknown.
+        drop_last: leave out a last batch shorter than the plan's total.
+    """
+
+    def __init__(
+        self, feed: Feed, source: Source, *, bookmark: Bookmark, num_samples: int | None, drop_last: bool
+    ) -> None:
+        self.bookmark = bookmark
+        self._feed = feed
+        self._source = source
+        self._num_samples = num_samples
+        self._drop_last = drop_last
+        self._cutter: Cutter | None = None
+
+    def steps(self) -> Iterator[tuple[CutStep, list[Any]]]:
+        """One pass. A resumed pass of which nothing is left becomes one over the next epoch."""
+        while True:
+            state = self.bookmark.begin()
+            min_local = 2 if feed_has_batch_norm(self._feed) else 1
+            cutter = self._cutter = Cutter(self._feed, drop_last=self._drop_last, min_local=min_local)
+            yield from self._source.steps(state, cutter)
+            if cutter.num_cut or not state.position:
+                return
+
+    def __len__(self) -> int:
+        """Steps of the pass underway, or else of the next, with the plan in force for all that are not cut yet."""
+        if self._num_samples is None:
+            raise TypeError("an iterable dataset without a length gives a loader without one")
+        cutter = self._cutter
+        if self.bookmark.underway and cutter is not None and cutter.num_cut and cutter.plan is not None:
+            return cutter.num_cut + self._steps_from(cutter.position, cutter.plan)
+        plan = self._feed.plan_at(self._feed.next_step)
+        return self._steps_from(self.bookmark.next.position, plan) or self._steps_from(0, plan)
+
+    def _steps_from(self, position: int, plan: Plan) -> int:
+        remaining = max(0, (self._num_samples or 0) - position)
+        return num_steps(remaining, plan.total_batch, drop_last=self._drop_last)
+
+
+def feed_has_batch_norm(feed: Feed) -> bool:
+    """Whether the model has BatchNorm layers, as far as the engine says."""
+    return bool(getattr(feed, "has_batch_norm", False))
+
+
+def check_length(num_samples: int, batch_size: int, *, drop_last: bool) -> None:
+    """Refuse data that would make no step."""
+    if num_samples == 0:
+        raise InvalidInputError("the dataset is empty: there is nothing to train on; check its path or split")
+    if drop_last and num_samples < batch_size:
+        raise InvalidInputError(
+            f"drop_last=True on a dataset of {num_samples} samples, less than one batch of batch_size={batch_size}, "
+            "leaves no step: lower batch_size or set drop_last=False"
+        )
+
+
+def bind_settings(source: BatchSource, bookmark: Bookmark, *, drop_last: bool) -> dict[str, int]:
+    """What ranks must agree on beside the job: an order of samples, and when plans take effect."""
+    identity = {name: number for name, number in bookmark.state_dict().items() if name not in ("epoch", "position")}
+    return {
+        **identity,
+        "drop_last": int(drop_last),
+        "prefetch_depth": source.prefetch_depth,
+        "item_count": int(source.item_count is not None),
+    }

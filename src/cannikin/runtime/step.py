@@ -1,0 +1,75 @@
+"""One step on one rank, while it happens: its entry, its weight, its moments and its norms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from cannikin.runtime.entries import BatchEntry
+from cannikin.runtime.timing import Clock
+
+__all__ = ["StepInProgress", "StepRecord"]
+
+
+@dataclass(slots=True)
+class StepInProgress:
+    """What the forward hooks, the communication hook and the optimizer hooks write down about the current step.
+
+    `weight` is what the bucket is multiplied by before the sum over ranks, `norm_scale` what the bucket's squared norm
+    is multiplied by to be that of the mean over this rank's samples.
+    """
+
+    entry: BatchEntry
+    forward_start: Any = None
+    backward_start: Any = None
+    weight: float = 1.0
+    norm_scale: float = 1.0
+    take_norms: bool = True
+    ready: list[Any] = field(default_factory=list)
+    done: list[Any] = field(default_factory=list)
+    local_sqnorm: torch.Tensor | None = None
+    global_sqnorm: torch.Tensor | None = None
+    optimizer_start: Any = None
+    optimizer_end: Any = None
+    num_unsynced: int = 0  # backward passes under no_sync that went into this step's gradient
+    synced: bool = False  # the communication hook has run
+    valid: bool = True
+
+    @property
+    def backward_began(self) -> bool:
+        """Whether the batch has been used up: the next training forward belongs to the next entry."""
+        return self.backward_start is not None
+
+    def close(self, clock: Clock) -> StepRecord:
+        """Durations instead of marks. The norms stay on their device."""
+        finished = self.synced and self.optimizer_end is not None and None not in self.done
+        if not finished or self.forward_start is None:
+            return StepRecord(entry=self.entry, valid=False)
+        before = clock.seconds(self.forward_start, self.backward_start)
+        before += clock.seconds(self.optimizer_start, self.optimizer_end)
+        return StepRecord(
+            entry=self.entry,
+            before_s=before,
+            ready_s=[clock.seconds(self.backward_start, mark) for mark in self.ready],
+            done_s=[clock.seconds(self.backward_start, mark) for mark in self.done],
+            local_sqnorm=self.local_sqnorm,
+            global_sqnorm=self.global_sqnorm,
+            norm_scale=self.norm_scale,
+            valid=self.valid and self.num_unsynced == 0 and not self.entry.is_padding,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One finished step on one rank; times in seconds after the start of backward, norms still on their device."""
+
+    entry: BatchEntry
+    before_s: float = 0.0
+    ready_s: list[float] = field(default_factory=list)
+    done_s: list[float] = field(default_factory=list)
+    local_sqnorm: torch.Tensor | None = None
+    global_sqnorm: torch.Tensor | None = None
+    norm_scale: float = 1.0
+    valid: bool = True

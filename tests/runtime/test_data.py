@@ -1,0 +1,645 @@
+"""The loader and the sampler, with n ranks played in one process: n loaders, each with an engine's part by script."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import weakref
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
+
+from cannikin.core.plans import make_plan
+from cannikin.core.records import Job, Plan
+from cannikin.errors import InvalidInputError, StateError
+from cannikin.runtime.data import HeteroDataLoader
+from cannikin.runtime.entries import BatchEntry, BatchSource
+from cannikin.runtime.passes import epoch_order
+from cannikin.runtime.sampler import HeteroBatchSampler
+
+Script = Sequence[Sequence[int]]  # the local batches of each step, taken in turn
+
+
+class ScriptedFeed:
+    """An engine that plans by script and writes down what it is told."""
+
+    def __init__(self, script: Script, rank: int = 0, has_batch_norm: bool = False) -> None:
+        self.rank = rank
+        self.world_size = len(script[0])
+        self.next_step = 0
+        self.has_batch_norm = has_batch_norm
+        self.entries: list[BatchEntry] = []
+        self.epochs_begun = self.epochs_ended = 0
+        self.job: Job | None = None
+        self.settings: dict[str, int] = {}
+        self._script = script
+
+    def bind(self, source: BatchSource, job: Job, settings: dict[str, int]) -> None:
+        # Not the source itself: loaders with persistent workers are slow to stop (5 s each) as cyclic garbage.
+        self.source, self.job, self.settings = weakref.ref(source), job, settings
+
+    def plan_at(self, step: int) -> Plan:
+        return make_plan(step, tuple(self._script[step % len(self._script)]), phase="test", reason="by script")
+
+    def hand_out(self, entry: BatchEntry) -> None:
+        assert entry.step == self.next_step
+        self.entries.append(entry)
+        self.next_step += 1
+
+    def begin_epoch(self) -> None:
+        self.epochs_begun += 1
+
+    def complete_epoch(self) -> None:
+        pass
+
+    def end_epoch(self) -> None:
+        self.epochs_ended += 1
+
+
+class Numbers(Dataset):
+    """Sample i is the number i."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        assert 0 <= index < self.length
+        return index
+
+
+class Stream(IterableDataset):
+    """The numbers in order, from worker processes in turn."""
+
+    def __init__(self, length: int, known: bool = False) -> None:
+        self.length = length
+        if known:
+            self.__class__ = SizedStream
+
+    def __iter__(self) -> Iterator[int]:
+        worker = get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        return iter(range(first, self.length, step))
+
+
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return self.length
+
+
+def as_list(samples: list) -> list:
+    return samples
+
+
+def build(
+    data: Dataset, script: Script, *, rank: int = 0, has_batch_norm: bool = False, **keywords
+) -> HeteroDataLoader:
+    feed = ScriptedFeed(script, rank, has_batch_norm)
+    keywords.setdefault("batch_size", max(sum(script[0]), 2 * len(script[0])))
+    keywords.setdefault("collate_fn", as_list)
+    return HeteroDataLoader(data, model=feed, **keywords)
+
+
+def build_all(data: Dataset, script: Script, **keywords) -> list[HeteroDataLoader]:
+    return [build(data, script, rank=rank, **keywords) for rank in range(len(script[0]))]
+
+
+def feed_of(loader: HeteroDataLoader | HeteroBatchSampler) -> ScriptedFeed:
+    return loader._feed
+
+
+def steps_of(loaders: Sequence[HeteroDataLoader], limit: int | None = None) -> list[list[int]]:
+    """The samples of each step in rank order, padding left out, after checking what the engines were told of it."""
+    steps = []
+    for batches in itertools.islice(zip(*loaders, strict=True), limit):
+        entries = [feed_of(loader).entries[-1] for loader in loaders]
+        samples: list[int] = []
+        for loader, entry, batch in zip(loaders, entries, batches, strict=True):
+            assert loader.is_padding == entry.is_padding == (entry.local_batch == 0)
+            assert len(batch) == (2 if entry.is_padding else entry.local_batch)
+            samples += [] if entry.is_padding else list(batch)
+        assert {(entry.step, entry.total_batch) for entry in entries} == {(entries[0].step, len(samples))}
+        steps.append(samples)
+    return steps
+
+
+def flat(steps: Sequence[Sequence[int]]) -> list[int]:
+    return [sample for step in steps for sample in step]
+
+
+def scripts(num_ranks: int) -> st.SearchStrategy[Script]:
+    return st.lists(st.tuples(*[st.integers(1, 9)] * num_ranks), min_size=1, max_size=6)
+
+
+any_script = st.integers(1, 5).flatmap(scripts)
+quick = settings(max_examples=200, deadline=None)
+
+
+# Exactly once
+
+
+@quick
+@given(
+    script=any_script, length=st.integers(1, 120), shuffle=st.booleans(), seed=st.integers(0, 9), iterable=st.booleans()
+)
+def test_an_epoch_gives_every_sample_once_in_one_shared_order(script, length, shuffle, seed, iterable):
+    data = Stream(length) if iterable else Numbers(length)
+    loaders = build_all(data, script, seed=seed, shuffle=shuffle and not iterable)
+    steps = steps_of(loaders)
+    order = epoch_order(length, seed=seed, epoch=0, shuffle=shuffle and not iterable).tolist()
+    assert flat(steps) == order, "slices are contiguous in rank order, and nothing is left out or doubled"
+    assert sorted(order) == list(range(length))
+    totals = [sum(script[step % len(script)]) for step in range(len(steps))]
+    assert [len(step) for step in steps[:-1]] == totals[:-1]
+    assert len(steps[-1]) <= totals[-1]
+
+
+@quick
+@given(script=any_script, length=st.integers(60, 120), iterable=st.booleans())
+def test_drop_last_leaves_out_only_a_tail_shorter_than_a_batch(script, length, iterable):
+    data = Stream(length) if iterable else Numbers(length)
+    steps = steps_of(build_all(data, script, shuffle=False, drop_last=True))
+    seen = flat(steps)
+    assert seen == list(range(len(seen)))
+    assert length - len(seen) < sum(script[len(steps) % len(script)])
+    assert [len(step) for step in steps] == [sum(script[step % len(script)]) for step in range(len(steps))]
+
+
+@quick
+@given(
+    data=st.data(),
+    script=any_script,
+    script_after=any_script,
+    length=st.integers(1, 120),
+    epoch=st.integers(0, 3),
+    iterable=st.booleans(),
+)
+def test_a_resume_on_another_number_of_ranks_gives_exactly_the_rest(
+    data, script, script_after, length, epoch, iterable
+):
+    dataset = Stream(length) if iterable else Numbers(length)
+    loaders = build_all(dataset, script)
+    for loader in loaders:
+        loader.set_epoch(epoch)
+    num_steps = data.draw(st.integers(1, 40), label="steps before the save")
+    before = flat(steps_of(loaders, num_steps))
+    states = [loader.state_dict() for loader in loaders]
+    assert all(state == states[0] for state in states)
+    resumed = build_all(dataset, script_after)
+    for loader in resumed:
+        loader.load_state_dict(json.loads(json.dumps(states[0])))
+    if len(before) < length:  # save and resume a second time in the same epoch
+        before += flat(steps_of(resumed, 1))
+        state = resumed[0].state_dict()
+        resumed = build_all(dataset, script)
+        for loader in resumed:
+            loader.load_state_dict(state)
+    after = flat(steps_of(resumed))
+    if len(before) < length:
+        assert sorted(before + after) == list(range(length))
+    else:
+        assert sorted(after) == list(range(length)), "nothing was left: the next epoch begins"
+    assert resumed[0].epoch == epoch + (1 if len(before) < length else 2)
+
+
+@pytest.mark.parametrize("iterable", [False, True])
+@pytest.mark.parametrize("keywords", [{"num_workers": 1}, {"num_workers": 2, "persistent_workers": True}])
+def test_worker_processes_change_nothing_about_what_is_seen(keywords, iterable):
+    data = Stream(31) if iterable else Numbers(31)
+    script = [(3, 1), (2, 2), (1, 5)]
+    loaders = build_all(data, script, prefetch_factor=2, **keywords)
+    for epoch in range(3):
+        if epoch == 1:  # broken off while batches are underway
+            assert len(flat(steps_of(loaders, 2))) < 31
+            continue
+        assert sorted(flat(steps_of(loaders))) == list(range(31))
+    assert feed_of(loaders[0]).epochs_ended == 3
+
+
+def test_with_workers_a_position_counts_what_was_yielded_not_what_was_cut():
+    loaders = build_all(Numbers(40), [(3, 1)], num_workers=2, shuffle=False)
+    batches = [iter(loader) for loader in loaders]
+    for iterator in batches:
+        assert len(next(iterator)) in (1, 3)
+    assert {loader.state_dict()["position"] for loader in loaders} == {4}
+    for iterator in batches:
+        iterator.close()
+    assert loaders[0].prefetch_depth == 4
+    assert feed_of(loaders[0]).settings["prefetch_depth"] == 4
+
+
+def test_orders_differ_between_epochs_and_seeds_and_are_the_same_for_the_same():
+    first, again, other = (build(Numbers(50), [(10,)], seed=seed) for seed in (1, 1, 2))
+    epochs = [[flat(loader) for _ in range(2)] for loader in (first, again, other)]
+    assert epochs[0] == epochs[1]
+    assert len({tuple(order) for orders in (epochs[0], epochs[2]) for order in orders}) == 4
+    # not by adding them up: seed 1 in epoch 0 is not seed 0 in epoch 1
+    assert not torch.equal(
+        epoch_order(50, seed=1, epoch=0, shuffle=True), epoch_order(50, seed=0, epoch=1, shuffle=True)
+    )
+
+
+# Short batches and padding
+
+
+def test_ranks_without_samples_get_two_that_count_for_nothing():
+    loaders = build_all(Numbers(8), [(2, 2, 2)], shuffle=False)
+    batches = [list(loader) for loader in loaders]
+    assert batches == [[[0, 1], [6]], [[2, 3], [7]], [[4, 5], [0, 1]]]
+    assert [loader.is_padding for loader in loaders] == [False, False, True]
+    assert feed_of(loaders[2]).entries[-1] == BatchEntry(step=1, local_batch=0, total_batch=2, is_padding=True)
+
+
+@pytest.mark.parametrize("data", [Numbers(1), Stream(1)])
+def test_a_dataset_of_one_sample_pads_with_it_twice(data):
+    assert [list(loader) for loader in build_all(data, [(2, 2)])] == [[[0]], [[0, 0]]]
+
+
+def test_with_batch_norm_a_short_batch_gives_no_rank_a_single_sample():
+    loaders = build_all(Numbers(11), [(4, 4)], has_batch_norm=True, shuffle=False)
+    assert [list(loader)[-1] for loader in loaders] == [[8, 9, 10], [0, 1]]
+    assert feed_of(loaders[0]).job.min_local == (2, 2)
+
+
+# Epochs
+
+
+def test_each_iter_begins_the_next_epoch_unless_told_otherwise():
+    loader = build(Numbers(20), [(5,)])
+    orders = [epoch_order(20, seed=0, epoch=epoch, shuffle=True).tolist() for epoch in range(8)]
+    assert [flat(loader), flat(loader)] == orders[:2]
+    loader.set_epoch(7)
+    assert (loader.epoch, flat(loader), loader.epoch) == (7, orders[7], 8)
+    loader.set_epoch(2)
+    for _ in loader:
+        assert loader.epoch == 2
+        break
+    assert (loader.epoch, flat(loader)) == (3, orders[3])
+
+
+def fail_in(loader: HeteroDataLoader) -> None:
+    for _ in loader:
+        _ = 1 / 0
+
+
+@pytest.mark.parametrize("how", ["exhausted", "break", "error", "closed"])
+def test_the_engine_hears_of_the_end_of_a_pass_however_it_ends(how):
+    loader = build(Numbers(20), [(5,)])
+    iterator = iter(loader)
+    assert feed_of(loader).epochs_begun == 0
+    if how == "exhausted":
+        assert len(list(iterator)) == 4
+    elif how == "closed":
+        next(iterator)
+        iterator.close()
+    elif how == "break":
+        for _ in loader:
+            break
+    else:
+        with pytest.raises(ZeroDivisionError):
+            fail_in(loader)
+    assert (feed_of(loader).epochs_begun, feed_of(loader).epochs_ended) == (1, 1)
+    assert len(list(loader)) == 4
+
+
+def test_an_error_in_the_dataset_ends_the_pass():
+    class Broken(Numbers):
+        def __getitem__(self, index):
+            raise OSError("no such file")
+
+    loader = build(Broken(20), [(5,)])
+    for _ in range(2):
+        with pytest.raises(OSError, match="no such file"):
+            list(loader)
+    assert feed_of(loader).epochs_ended == 2
+    assert loader.state_dict()["position"] == 0
+
+
+def test_two_passes_at_once_are_refused():
+    loader = build(Numbers(20), [(5,)])
+    unused = iter(loader)
+    iterator = iter(loader)
+    next(iterator)
+    with pytest.raises(InvalidInputError, match="already in a pass over epoch 0"):
+        iter(loader)
+    with pytest.raises(InvalidInputError, match="already in a pass over epoch 0"):
+        next(unused)
+    assert len(list(iterator)) == 3
+    assert len(list(loader)) == 4
+
+
+# Length
+
+
+@pytest.mark.parametrize(("drop_last", "length"), [(False, 3), (True, 2)])
+def test_len_is_the_steps_of_the_pass(drop_last, length):
+    loader = build(Numbers(10), [(4,)], drop_last=drop_last)
+    assert len(loader) == length
+    assert [len(loader) for _ in loader] == [length] * length
+
+
+def test_len_follows_the_plan_in_force():
+    loader = build(Numbers(20), [(2,), (6,)])
+    assert len(loader) == 10
+    # 20 samples as 2, 6, 2, 6, 2, 2: what is not cut yet counts as if the last plan asked for stayed
+    assert [(len(batch), len(loader)) for batch in loader] == [(2, 10), (6, 4), (2, 8), (6, 5), (2, 6), (2, 6)]
+
+
+def test_len_of_a_resumed_pass_is_what_is_left():
+    loader = build(Numbers(10), [(4,)])
+    state = loader.state_dict()
+    loader.load_state_dict({**state, "position": 4})
+    assert len(loader) == len(list(loader)) == 2
+    loader.load_state_dict({**state, "position": 10})
+    assert len(loader) == len(list(loader)) == 3
+
+
+def test_a_stream_has_a_length_if_its_dataset_has():
+    assert len(build(Stream(10, known=True), [(4,)])) == 3
+    with pytest.raises(TypeError, match="without a length"):
+        len(build(Stream(10), [(4,)]))
+
+
+# State
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("iterable", [False, True])
+def test_a_state_saved_right_after_the_last_batch_resumes_with_the_next_epoch(iterable, drop_last):
+    data = Stream(10) if iterable else Numbers(10)
+    loader = build(data, [(4,)], drop_last=drop_last)
+    states = [loader.state_dict() for _ in loader]
+    for state in (states[-1], loader.state_dict()):
+        resumed = build(data, [(4,)], drop_last=drop_last)
+        resumed.load_state_dict(state)
+        assert len(list(resumed)) == len(states)
+        assert resumed.epoch == 2
+
+
+def test_a_state_is_a_few_plain_numbers():
+    loader = build(Numbers(10), [(4,)], seed=5)
+    next(iter(loader))
+    assert loader.state_dict() == {"epoch": 0, "position": 4, "num_samples": 10, "seed": 5, "shuffle": 1}
+    assert all(type(number) is int for number in loader.state_dict().values())
+
+
+@pytest.mark.parametrize("keywords", [{"seed": 1}, {"shuffle": False}, {"data": Numbers(11)}])
+def test_a_state_of_another_order_of_samples_is_refused(keywords):
+    state = build(Numbers(10), [(4,)]).state_dict()
+    loader = build(**({"data": Numbers(10), "script": [(4,)]} | keywords))
+    with pytest.raises(StateError, match="build the loader as it was"):
+        loader.load_state_dict(state)
+
+
+def test_a_state_cannot_be_loaded_during_a_pass():
+    loader = build(Numbers(10), [(4,)])
+    for _ in loader:
+        with pytest.raises(StateError, match="before the loop"):
+            loader.load_state_dict(loader.state_dict())
+
+
+def test_a_stream_that_became_shorter_than_the_saved_position_is_refused():
+    loader = build(Stream(5), [(4,)])
+    loader.load_state_dict({**loader.state_dict(), "position": 8})
+    with pytest.raises(StateError, match="ended after 5 samples, the saved state is at sample 8"):
+        list(loader)
+
+
+# What DataLoader does
+
+
+def test_batches_are_collated_as_by_dataloader():
+    data = TensorDataset(torch.arange(10), torch.arange(10) * 2.0)
+    loader = build(data, [(3, 1)], shuffle=False, collate_fn=None)
+    inputs, targets = next(iter(loader))
+    assert torch.equal(inputs, torch.tensor([0, 1, 2]))
+    assert torch.equal(targets, torch.tensor([0.0, 2.0, 4.0]))
+    stream = build(Stream(10), [(3, 1)], rank=1, collate_fn=None)
+    assert torch.equal(next(iter(stream)), torch.tensor([3]))
+
+
+@pytest.mark.parametrize("data", [Numbers(9), Stream(9)])
+def test_pin_memory_is_passed_on(data):
+    loader = build(data, [(3,)], pin_memory=True)
+    if torch.accelerator.is_available():
+        pytest.skip("this is about machines without an accelerator")
+    with pytest.warns(UserWarning, match="no accelerator is found"):
+        assert len(list(loader)) == 3
+
+
+def test_workers_are_set_up_as_by_dataloader():
+    seen = []
+    loader = build(
+        Numbers(9),
+        [(3,)],
+        num_workers=1,
+        worker_init_fn=seen.append,
+        generator=torch.Generator().manual_seed(0),
+        timeout=30,
+        multiprocessing_context="fork",
+    )
+    assert sorted(flat(loader)) == list(range(9))
+    assert seen == [], "the function runs in the worker"
+
+
+@pytest.mark.parametrize("data", [Numbers(9), Stream(9)])
+def test_a_keyword_that_dataloader_does_not_know_is_a_type_error(data):
+    with pytest.raises(TypeError, match="colate_fn"):
+        build(data, [(3,)], colate_fn=None)
+
+
+def test_the_items_of_a_batch_are_counted_and_padding_has_none():
+    loaders = build_all(Numbers(5), [(2, 2)], shuffle=False, item_count=sum)
+    assert [len(list(loader)) for loader in loaders] == [2, 2]
+    assert [[entry.items for entry in feed_of(loader).entries] for loader in loaders] == [[1.0, 4.0], [5.0, 0.0]]
+    assert [entry.items for entry in feed_of(loaders[1]).entries if entry.is_padding] == [0.0]
+
+
+@pytest.mark.parametrize("items", [-1, float("nan"), float("inf")])
+def test_an_impossible_count_of_items_is_refused(items):
+    with pytest.raises(InvalidInputError, match="item_count returned"):
+        list(build(Numbers(5), [(2,)], item_count=lambda batch: items))
+
+
+# Streams
+
+
+def test_the_epoch_of_a_stream_is_set_on_its_dataset():
+    class Shifting(Stream):
+        def set_epoch(self, epoch):
+            self.shift = epoch * 100
+
+        def __iter__(self):
+            return (self.shift + number for number in range(4))
+
+    loader = build(Shifting(4), [(4,)])
+    assert [list(loader), list(loader)] == [[[0, 1, 2, 3]], [[100, 101, 102, 103]]]
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [
+        {"_distributed": SimpleNamespace(rank=0, world_size=2)},
+        {"pipeline": [as_list, SimpleNamespace(__name__="split_by_node")]},
+    ],
+    ids=["datasets", "webdataset"],
+)
+def test_a_stream_divided_by_rank_is_refused(mark):
+    data = Stream(10)
+    vars(data).update(mark)
+    with pytest.raises(InvalidInputError, match="already divided by rank"):
+        build(data, [(3, 1)])
+    assert len(list(build(data, [(5,)]))) == 2
+
+
+def test_an_iterable_dataset_cannot_be_shuffled():
+    with pytest.raises(InvalidInputError, match="shuffle inside of it"):
+        build(Stream(10), [(4,)], shuffle=True)
+
+
+def test_an_empty_stream_makes_no_step():
+    assert [list(loader) for loader in build_all(Stream(0), [(3, 1)])] == [[], []]
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"data": Numbers(0)}, "the dataset is empty"),
+        ({"data": Stream(0, known=True)}, "the dataset is empty"),
+        ({"data": Numbers(3), "drop_last": True}, "3 samples, less than one batch of batch_size=4"),
+        ({"batch_size": 1}, "batch_size=1 is below the 2 ranks"),
+        ({"batch_size": 4.0}, r"batch_size=4\.0 must be a whole number"),
+        ({"local_batches": [3, 2]}, "sum to 5, not batch_size=4"),
+        ({"local_bounds": (1, 1)}, "outside what the 2 ranks can hold, 2 to 2"),
+        ({"sampler": [0, 1]}, "takes no sampler: .*Subset"),
+        ({"batch_sampler": [[0, 1]]}, "takes no batch_sampler: .*HeteroBatchSampler"),
+        ({"in_order": False}, "in_order=False"),
+        ({"item_count": 3}, "item_count=3 must be a callable"),
+        ({"seed": -1}, "seed=-1"),
+        ({"data": (number for number in range(9))}, "dataset is a generator: .*IterableDataset"),
+    ],
+)
+def test_bad_arguments_are_refused_before_other_ranks_are_asked(keywords, message):
+    arguments = {"data": Numbers(10), "batch_size": 4, **keywords}
+    feed = ScriptedFeed([(3, 1)])
+    with pytest.raises(InvalidInputError, match=message):
+        HeteroDataLoader(arguments.pop("data"), model=feed, **arguments)
+    assert feed.job is None
+
+
+@pytest.mark.parametrize("model", [torch.nn.Linear(1, 1), None, SimpleNamespace(engine=3)])
+def test_a_model_without_an_engine_is_refused(model):
+    message = r"has no cannikin engine: pass the cannikin\.HeteroDataParallel .* cannikin\.attach"
+    with pytest.raises(InvalidInputError, match=message):
+        HeteroDataLoader(Numbers(10), model=model, batch_size=4)
+
+
+def test_the_engine_is_told_what_ranks_must_agree_on():
+    feed = ScriptedFeed([(3, 1)])
+    loader = HeteroDataLoader(Numbers(10), model=SimpleNamespace(engine=feed), batch_size=4, max_batch_size=8, seed=7)
+    assert feed.source() is loader
+    assert feed.job == Job(
+        num_ranks=2, batch_size=4, max_batch_size=8, min_local=(1, 1), max_local=feed.job.max_local, num_samples=10
+    )
+    assert feed.settings == {
+        "num_samples": 10,
+        "seed": 7,
+        "shuffle": 1,
+        "drop_last": 0,
+        "prefetch_depth": 0,
+        "item_count": 0,
+    }
+
+
+# HeteroBatchSampler in a DataLoader of the user's
+
+
+def own_loaders(data: Dataset, script: Script, **keywords) -> list[tuple[HeteroBatchSampler, DataLoader]]:
+    num_workers = keywords.pop("num_workers", 0)
+    made = []
+    for rank in range(len(script[0])):
+        keywords.setdefault("batch_size", max(sum(script[0]), len(script[0])))
+        sampler = HeteroBatchSampler(
+            data, model=ScriptedFeed(script, rank), prefetch_depth=2 * num_workers, shuffle=False, **keywords
+        )
+        made.append((sampler, DataLoader(data, batch_sampler=sampler, num_workers=num_workers, collate_fn=as_list)))
+    return made
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(script=any_script, length=st.integers(1, 120))
+def test_a_dataloader_of_ones_own_gives_every_sample_once_too(script, length):
+    made = own_loaders(Numbers(length), script)
+    seen = []
+    for batches in zip(*(loader for _, loader in made), strict=True):
+        for (sampler, _), batch in zip(made, batches, strict=True):
+            entry = feed_of(sampler).entries[-1]
+            assert len(batch) == (entry.local_batch or 2)
+            seen += batch[: entry.local_batch]
+    assert seen == list(range(length))
+
+
+def test_with_workers_the_engine_hears_of_batches_in_order_as_they_are_cut():
+    ((sampler, loader),) = own_loaders(Numbers(20), [(4,), (2,)], num_workers=1)
+    iterator = iter(loader)
+    batches = [next(iterator)]
+    assert sampler.state_dict()["position"] == 10, "the batch in training and two more"
+    batches += list(iterator)
+    entries = feed_of(sampler).entries
+    assert [len(batch) for batch in batches] == [entry.local_batch for entry in entries] == [4, 2, 4, 2, 4, 2, 2]
+    assert feed_of(sampler).epochs_ended == 1
+
+
+def test_the_sampler_resumes_at_the_sample_and_counts_its_steps():
+    ((sampler, loader),) = own_loaders(Numbers(10), [(4,)])
+    assert len(sampler) == len(loader) == 3
+    next(iter(loader))
+    ((resumed, rest),) = own_loaders(Numbers(10), [(3,)])
+    resumed.load_state_dict(sampler.state_dict())
+    assert len(rest) == 2
+    assert list(rest) == [[4, 5, 6], [7, 8, 9]]
+    assert (resumed.epoch, sampler.epoch) == (1, 1)
+
+
+def test_a_later_iter_over_the_sampler_ends_the_one_before():
+    ((sampler, _),) = own_loaders(Numbers(10), [(4,)])
+    first, second = iter(sampler), iter(sampler)
+    next(first)
+    assert next(second) == [0, 1, 2, 3]
+    with pytest.raises(InvalidInputError, match="ended by a later iter"):
+        next(first)
+    assert list(second) == [[4, 5, 6, 7], [8, 9]]
+    assert (feed_of(sampler).epochs_begun, feed_of(sampler).epochs_ended) == (2, 2)
+
+
+def test_frameworks_find_set_epoch_on_the_sampler_of_the_batch_sampler():
+    ((sampler, loader),) = own_loaders(Numbers(10), [(4,)])
+    loader.batch_sampler.sampler.set_epoch(4)
+    assert sampler.epoch == 4
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"batch_size": 1}, "batch_size=1 is below the 2 ranks"),
+        ({"batch_size": 12, "drop_last": True}, "leaves no step"),
+        ({"batch_size": 4, "prefetch_depth": -1}, "prefetch_depth=-1"),
+        ({"batch_size": 4, "data": 0}, "the dataset is empty"),
+        ({"batch_size": 4, "local_batches": [2, 1]}, "sum to 3"),
+    ],
+)
+def test_bad_arguments_of_the_sampler_are_refused(keywords, message):
+    arguments = {"data": Numbers(10), **keywords}
+    with pytest.raises(InvalidInputError, match=re.escape(message)):
+        HeteroBatchSampler(arguments.pop("data"), model=ScriptedFeed([(3, 1)]), **arguments)
