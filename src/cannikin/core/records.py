@@ -92,13 +92,15 @@ class Job:
                 f"min_local={self.min_local}, max_local={self.max_local}: need 1 <= min_local <= max_local"
             )
         lowest, highest = sum(lo.tolist()), sum(hi.tolist())  # as Python's: 1,024 x NO_MAX overflows numpy's
-        if not lowest <= self.batch_size <= highest or self.batch_size != int(self.batch_size):
+        if self.batch_size != int(self.batch_size):
+            raise InvalidInputError(f"batch_size={self.batch_size} must be a whole number of samples")
+        if not lowest <= self.batch_size <= highest:
             raise InvalidInputError(
-                f"batch_size={self.batch_size} must be a whole number that the {self.num_ranks} ranks can hold, "
+                f"batch_size={self.batch_size} is outside what the {self.num_ranks} ranks can hold, "
                 f"{lowest} to {highest}: change batch_size or the local bounds"
             )
-        if self.num_samples is not None and self.num_samples < 1:
-            raise InvalidInputError(f"num_samples={self.num_samples}: an epoch needs at least 1 sample, or None")
+        if self.num_samples is not None and self.num_samples < 0:
+            raise InvalidInputError(f"num_samples={self.num_samples}: must not be negative; None where unknown")
         if self.max_batch_size is not None and self.max_batch_size < self.batch_size:
             raise InvalidInputError(
                 f"max_batch_size={self.max_batch_size} is below batch_size={self.batch_size}: raise it or leave it out"
