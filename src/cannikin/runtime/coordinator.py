@@ -51,7 +51,7 @@ class Coordinator:
         self._steps: list[StepInProgress] = []
         self._window_start = 0
         self._agenda: deque[tuple[int, Callable[[], None]]] = deque()
-        self._sending: tuple[list[StepInProgress], torch.Tensor | None, int] = ([], None, 0)
+        self._sending: tuple[list[StepInProgress], torch.Tensor, int] = ([], torch.empty(0, 2), 0)
         self._message = torch.empty(0, dtype=torch.int64)
         self._window: Any = None
         self._failed = False

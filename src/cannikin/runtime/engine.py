@@ -22,7 +22,7 @@ from cannikin.runtime.buffers import RunningStatistics
 from cannikin.runtime.coordinator import Coordinator
 from cannikin.runtime.entries import BatchEntry, BatchSource
 from cannikin.runtime.exchange import Exchange
-from cannikin.runtime.hook import HookState, weighted_hook
+from cannikin.runtime.hook import HookState, share_of, weighted_hook
 from cannikin.runtime.messages import Decision
 from cannikin.runtime.rates import RateScaler, choose_rule
 from cannikin.runtime.recording import Recorder
@@ -194,6 +194,14 @@ class Engine:
         """The batch in training."""
         return None if self._state.step is None else self._state.step.entry
 
+    @property
+    def current_share(self) -> float:
+        """This rank's part of the samples, or items, of the batch in training; 0 where it is padding."""
+        step = self._state.step
+        if step is None:
+            raise BatchMatchError("there is no training step yet: call forward first")
+        return 0.0 if step.entry.is_padding else share_of(self._state, step)
+
     # Forward.
 
     def _before_forward(self, module: Any, args: Any, kwargs: Any) -> None:
@@ -216,6 +224,7 @@ class Engine:
         entry, previous = self._queue.popleft(), self._state.step
         if previous is not None:
             self._unsynced = 0 if previous.synced else self._unsynced + 1
+            share_of(self._state, previous)  # so that no sum of items is left behind under no_sync
             if self.coordinator is not None:
                 self.coordinator.add(previous)
         if self.coordinator is not None:

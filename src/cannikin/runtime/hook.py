@@ -11,7 +11,7 @@ import torch.distributed as dist
 from cannikin.runtime.step import StepInProgress
 from cannikin.runtime.timing import Clock
 
-__all__ = ["HookState", "weighted_hook"]
+__all__ = ["HookState", "share_of", "weighted_hook"]
 
 Future = torch.futures.Future[torch.Tensor]
 
@@ -37,16 +37,14 @@ def weighted_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
         return _sum(state, buffer.div_(dist.get_world_size(state.group)))
     if step.entry.items is not None and not step.synced:
         _weigh_by_items(state, step)
-    while len(step.ready) <= index:
-        step.ready.append(None)
-        step.done.append(None)
+    step.make_room(index + 1)
     step.ready[index] = clock.mark()
     step.synced = True
-    if step.entry.is_padding:
+    if step.entry.is_padding or step.weight == 0:
         buffer.zero_()  # not multiplied by 0: 0 x NaN is NaN
     else:
         if step.take_norms:
-            step.local_sqnorm = _add_sqnorm(step.local_sqnorm, buffer)
+            step.local_sqnorms[index] = _sqnorm(buffer)
         if step.weight != 1.0:
             buffer.mul_(step.weight)
     work = dist.all_reduce(buffer, group=state.group, async_op=True)
@@ -55,19 +53,27 @@ def weighted_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
         step.done[index] = clock.host_mark()
         result: torch.Tensor = future.value()[0]
         if step.take_norms:
-            step.global_sqnorm = _add_sqnorm(step.global_sqnorm, result)
+            # A place for each bucket, no running sum: gloo ends two all-reduces at once, on two threads.
+            step.global_sqnorms[index] = _sqnorm(result)
         return result
 
     result: Future = work.get_future().then(finish)
     return result
 
 
+def share_of(state: HookState, step: StepInProgress) -> float:
+    """This rank's part of the step's samples, or of its items, for whose sum over ranks this waits once."""
+    entry = step.entry
+    if entry.items is None:
+        return entry.local_batch / entry.total_batch
+    if step.item_total is None:
+        step.item_total = float(state.item_sums.pop(entry.step)())
+    return entry.items / step.item_total if step.item_total > 0 else 0.0
+
+
 def _weigh_by_items(state: HookState, step: StepInProgress) -> None:
     """Replace the share of samples by the share of items, now that all ranks' counts are known."""
-    entry = step.entry
-    total = state.item_sums.pop(entry.step)()
-    assert entry.items is not None
-    by_samples, by_items = entry.local_batch / entry.total_batch, entry.items / total
+    by_samples, by_items = step.entry.local_batch / step.entry.total_batch, share_of(state, step)
     if by_samples > 0:
         step.weight *= by_items / by_samples
         # The estimate counts samples: it would take a share of items for noise.
@@ -79,9 +85,8 @@ def _sum(state: HookState, buffer: torch.Tensor) -> Future:
     return result
 
 
-def _add_sqnorm(total: torch.Tensor | None, buffer: torch.Tensor) -> torch.Tensor:
-    """Add |buffer|^2, in float32 at least."""
+def _sqnorm(buffer: torch.Tensor) -> torch.Tensor:
+    """|buffer|^2, in float32 at least."""
     if buffer.dtype in (torch.float16, torch.bfloat16):
         buffer = buffer.float()
-    square = torch.dot(buffer, buffer)
-    return square if total is None else total + square
+    return torch.dot(buffer, buffer)

@@ -145,13 +145,10 @@ class HeteroDataParallel(DistributedDataParallel):
 
         Every rank must call it, and waits for the others.
         """
-        entry = self.engine.current_entry
-        if entry is None:
-            raise InvalidInputError("weighted_mean() needs a training step: call it after forward")
-        device = next(self.parameters()).device
-        total = torch.as_tensor(value, device=device).detach() * (entry.local_batch / entry.total_batch)
-        if entry.is_padding:
-            total = torch.zeros_like(total)
+        share = self.engine.current_share
+        total = torch.as_tensor(value, device=next(self.parameters()).device).detach() * share
+        if share == 0:
+            total = torch.zeros_like(total)  # not multiplied by 0: 0 x NaN is NaN
         dist.all_reduce(total, group=self.process_group)
         return total
 

@@ -24,18 +24,28 @@ class StepInProgress:
     entry: BatchEntry
     forward_start: Any = None
     backward_start: Any = None
+    item_total: float | None = None  # items on all ranks, once they have been added up
     weight: float = 1.0
     norm_scale: float = 1.0
     take_norms: bool = True
     ready: list[Any] = field(default_factory=list)
     done: list[Any] = field(default_factory=list)
-    local_sqnorm: torch.Tensor | None = None
-    global_sqnorm: torch.Tensor | None = None
+    local_sqnorms: list[torch.Tensor | None] = field(default_factory=list)  # bucket by bucket
+    global_sqnorms: list[torch.Tensor | None] = field(default_factory=list)
     optimizer_start: Any = None
     optimizer_end: Any = None
     num_unsynced: int = 0  # backward passes under no_sync that went into this step's gradient
     synced: bool = False  # the communication hook has run
     valid: bool = True
+
+    def make_room(self, num_buckets: int) -> None:
+        """Places for the moments and norms of this many buckets."""
+        for places in (self.ready, self.done, self.local_sqnorms, self.global_sqnorms):
+            places.extend([None] * (num_buckets - len(places)))
+
+    def sqnorms(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """|g_i|^2 of this rank's buckets and |g|^2 of everybody's, still on their device; None where not taken."""
+        return _total(self.local_sqnorms), _total(self.global_sqnorms)
 
     @property
     def backward_began(self) -> bool:
@@ -43,7 +53,7 @@ class StepInProgress:
         return self.backward_start is not None
 
     def close(self, clock: Clock) -> StepRecord:
-        """Durations instead of marks. The norms stay on their device."""
+        """Durations instead of marks."""
         finished = self.synced and self.optimizer_end is not None and None not in self.done
         if not finished or self.forward_start is None:
             return StepRecord(entry=self.entry, valid=False)
@@ -54,22 +64,21 @@ class StepInProgress:
             before_s=before,
             ready_s=[clock.seconds(self.backward_start, mark) for mark in self.ready],
             done_s=[clock.seconds(self.backward_start, mark) for mark in self.done],
-            local_sqnorm=self.local_sqnorm,
-            global_sqnorm=self.global_sqnorm,
-            norm_scale=self.norm_scale,
             valid=self.valid and self.num_unsynced == 0 and not self.entry.is_padding,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One finished step on one rank; times in seconds after the start of backward, norms still on their device."""
+    """The times of one finished step on one rank, seconds; all but `before_s` after the start of backward."""
 
     entry: BatchEntry
     before_s: float = 0.0
     ready_s: list[float] = field(default_factory=list)
     done_s: list[float] = field(default_factory=list)
-    local_sqnorm: torch.Tensor | None = None
-    global_sqnorm: torch.Tensor | None = None
-    norm_scale: float = 1.0
     valid: bool = True
+
+
+def _total(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
+    known = [part for part in parts if part is not None]
+    return torch.stack(known).sum() if known and len(known) == len(parts) else None

@@ -56,6 +56,8 @@ class _Mark(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, torch.Tensor]:
         (gradient,) = gradients
         scale = ctx.callback()
+        if scale == 0.0:
+            return None, torch.zeros_like(gradient)  # not multiplied by 0: 0 x NaN is NaN
         return None, gradient if scale == 1.0 else gradient * scale
 
 

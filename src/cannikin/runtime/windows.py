@@ -17,25 +17,21 @@ __all__ = ["encode_steps", "merge_windows", "start_reading"]
 _HEAD = 5
 
 
-def start_reading(steps: list[StepInProgress]) -> torch.Tensor | None:
-    """Begin to copy the norms of these steps to the host; nothing waits for it here."""
-    norms = [norm for step in steps for norm in (step.local_sqnorm, step.global_sqnorm) if norm is not None]
-    if not norms:
-        return None
-    return torch.stack([norm.to(torch.float32) for norm in norms]).to("cpu", non_blocking=True)
+def start_reading(steps: list[StepInProgress]) -> torch.Tensor:
+    """Begin to copy the norms of these steps to the host, [S, 2], NaN where not taken; nothing waits for it here."""
+    norms = [norm for step in steps for norm in step.sqnorms()]
+    device = next((norm.device for norm in norms if norm is not None), torch.device("cpu"))
+    missing = torch.full((), torch.nan, device=device)
+    read = torch.stack([missing if norm is None else norm.to(torch.float32) for norm in norms])
+    return read.to("cpu", non_blocking=True).view(-1, 2)
 
 
-def encode_steps(
-    steps: list[StepInProgress], norms: torch.Tensor | None, clock: Clock, grad_scale: float
-) -> torch.Tensor:
+def encode_steps(steps: list[StepInProgress], norms: torch.Tensor, clock: Clock, grad_scale: float) -> torch.Tensor:
     """These steps as one vector; `grad_scale` is what a GradScaler multiplied the loss by."""
-    values = iter([] if norms is None else norms.tolist())
-    records = [step.close(clock) for step in steps]
     num_buckets = max((len(step.ready) for step in steps), default=0)
     rows = np.full((len(steps), _HEAD + 2 * num_buckets), np.nan)
-    for row, step, record in zip(rows, steps, records, strict=True):
-        local = next(values) if step.local_sqnorm is not None else np.nan
-        total = next(values) if step.global_sqnorm is not None else np.nan
+    for row, step, (local, total) in zip(rows, steps, norms.tolist(), strict=True):
+        record = step.close(clock)
         valid = record.valid and len(record.ready_s) == num_buckets
         row[:_HEAD] = valid, step.entry.local_batch, record.before_s, local * step.norm_scale, total
         row[3:_HEAD] /= grad_scale**2
