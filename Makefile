@@ -12,7 +12,7 @@ demo: $(READY)
 	$(BIN)/cannikin plan examples/clusters/three-kinds.toml --batch 1024
 
 test: $(READY)
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist loadgroup
 
 lint: $(READY)
 	$(BIN)/ruff check .

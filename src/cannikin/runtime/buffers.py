@@ -35,7 +35,8 @@ class RunningStatistics:
         """
         if not self._buffers:
             return
-        flat = torch.cat([buffer.reshape(-1) for buffer in self._buffers]) * share
+        flat = torch.cat([buffer.reshape(-1) for buffer in self._buffers])
+        flat = flat * share if share > 0 else torch.zeros_like(flat)  # 0 x NaN is NaN
         dist.all_reduce(flat, group=self._group)
         start = 0
         for buffer in self._buffers:

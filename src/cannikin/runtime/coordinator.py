@@ -70,16 +70,17 @@ class Coordinator:
         self.decision = self._decide(self.planner.plan(0))
         self._plans = [self.decision.plan]
 
-    def tick(self, step: int, grad_scale: float) -> bool:
+    def tick(self, step: int, grad_scale: Callable[[], float]) -> bool:
         """What is due between ranks before this step's forward, the same on every rank; whether a window has ended."""
         self.num_steps += 1
         ended = False
         if len(self._steps) >= window_steps(self._window_start) and not self._agenda:
             self._sending = (self._steps, start_reading(self._steps), self._window_start)
+            scale = grad_scale()
             self._steps = []
             self._window_start = step
             stages = (
-                (1, lambda: self._gather(grad_scale)),
+                (1, lambda: self._gather(scale)),
                 (2, self._learn),
                 (3, lambda: self.exchange.start_broadcast(self._message)),
                 (5, self._install),

@@ -68,6 +68,9 @@ class Engine:
         self._next_step = 0
         self._epoch_over = False
         self._part: float | None = None  # share of the local batch that the present micro-batch has
+        self._parts_synced = True  # whether the last part of the batch in hand will be synchronised
+        self._item_count: Any = None
+        self._epoch_complete = True
         self._unsynced = 0  # backward passes under no_sync whose gradients wait for the next synchronised one
         self._num_taken = 0
         self._first_valid = 2 if ddp.static_graph else 1  # DDP rebuilds its buckets after the first steps
@@ -87,8 +90,10 @@ class Engine:
                 "this DDP module has a communication hook already, and takes only one: "
                 "pass a compression wrapper as comm_wrapper= instead of registering it"
             ) from error
-        ddp.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-        ddp.register_forward_hook(self._after_forward)
+        # Hooks run outside of forward, so its own exemption from the compiler does not cover them.
+        undisturbed: Any = torch.compiler.disable
+        ddp.register_forward_pre_hook(undisturbed(self._before_forward), with_kwargs=True)
+        ddp.register_forward_hook(undisturbed(self._after_forward))
         optimizer.register_step_pre_hook(self._before_optimizer)
         optimizer.register_step_post_hook(self._after_optimizer)
 
@@ -133,6 +138,7 @@ class Engine:
             planner.load_state_dict(self._restored)
         self.coordinator = Coordinator(self._exchange, self._clock, job, planner, source.prefetch_depth)
         self.coordinator.on_decision = self._decided
+        self._item_count = source.item_count
         self._recorder.begin(job, policy, self._ddp.module)
 
     def _decided(self, decision: Decision, window: StepWindow | None) -> None:
@@ -158,11 +164,19 @@ class Engine:
         self._epoch_over = False
 
     def begin_epoch(self) -> None:
-        """A new iteration starts: batches of an abandoned one that were never trained on are forgotten."""
-        self._queue.clear()
+        """A new iteration starts: batches of an abandoned one that were never trained on are forgotten.
+
+        Those of a complete one are not: a loop may look one batch ahead across the end of an epoch.
+        """
+        if not self._epoch_complete:
+            for entry in self._queue:
+                self._state.item_sums.pop(entry.step, None)
+            self._queue.clear()
+        self._epoch_complete = False
 
     def complete_epoch(self) -> None:
         """Every batch was handed out: BatchNorm's statistics become the same on all ranks, for the evaluation."""
+        self._epoch_complete = True
         self._average_statistics()
 
     def _average_statistics(self) -> None:
@@ -179,11 +193,19 @@ class Engine:
         """Say what the next training forward holds, where a script has its own loader."""
         self.hand_out(BatchEntry(step=self._next_step, local_batch=local, total_batch=total, checked=False))
 
-    def begin_part(self, share: float) -> None:
-        """The next forward takes this share of the batch in hand, which is not used up before `end_parts`."""
-        if self._part is None and (self._state.step is None or self._state.step.backward_began):
-            self._take()
-        self._part = share
+    def begin_part(self, part: Any, share: float, *, synced: bool) -> None:
+        """The next forward takes this part, a share of the batch in hand, which is not used up before `end_parts`.
+
+        `synced` is whether the last part will be: the batch is not one of several that accumulate.
+        """
+        step = self._state.step
+        if step is None or (self._part is None and step.backward_began):
+            step = self._take()
+        items = step.entry.items
+        if items is not None and self._item_count is None:
+            raise InvalidInputError("micro_batches() of items needs item_count= of the loader to weigh the parts")
+        self._part = self._item_count(part) / items if items else share
+        self._parts_synced = synced
 
     def end_parts(self) -> None:
         """The batch in hand has been cut up and used."""
@@ -237,7 +259,6 @@ class Engine:
         self._state.step = step
         return step
 
-    @property
     def _grad_scale(self) -> float:
         return 1.0 if self._grad_scaler is None else float(self._grad_scaler.get_scale())
 
@@ -255,36 +276,33 @@ class Engine:
         step = self._state.step
         if step is None or not (module.training and torch.is_grad_enabled()):
             return output
-        scale = self._weigh(step, synced=module.require_backward_grad_sync)
+        synced = module.require_backward_grad_sync if self._part is None else self._parts_synced
+        part, inward = self._weigh(step, accumulating=not synced or self._unsynced > 0)
 
         def at_backward() -> float:
             if step.backward_start is None:
                 step.backward_start = self._clock.mark()
-            return scale
+            return part * self.world_size * share_of(self._state, step) if inward else part
 
         return mark_outputs(output, at_backward)
 
-    def _weigh(self, step: StepInProgress, *, synced: bool) -> float:
-        """Set what the hook multiplies by, and return the factor on the gradient of this forward's outputs.
+    def _weigh(self, step: StepInProgress, *, accumulating: bool) -> tuple[float, bool]:
+        """Set what the hook multiplies by; return this forward's part of the batch, and whether its outputs' gradient
+        is to be weighted.
 
         Gradients that pile up under no_sync may stem from different splits, so they are weighted on their way in.
         """
-        n, share = self.world_size, step.entry.local_batch / step.entry.total_batch
         part = 1.0
         if self._part is not None:
             part = self._part
             step.valid = False  # forward and backward alternate: the step's times are not those of the model
-        accumulating = self._part is None and (not synced or self._unsynced > 0)
-        if self.weighting == "none":
-            step.weight, step.norm_scale = 1.0 / n, 1.0
-            return part
-        if self.weighting == "hook" and not accumulating:
-            step.weight, step.norm_scale = share, 1.0
-            return part
-        step.weight = 1.0 / n
-        step.norm_scale = 1.0 / (n * share) ** 2 if share > 0 else 1.0
+        inward = self.weighting == "loss" or (self.weighting == "hook" and accumulating)
+        step.weight = None if self.weighting == "hook" and not inward else 1.0 / self.world_size
+        step.accumulated = self._unsynced > 0
         step.take_norms = not accumulating
-        return part * n * share
+        scale = self.world_size * step.entry.local_batch / step.entry.total_batch
+        step.norm_scale = 1.0 / scale**2 if inward and scale > 0 else 1.0
+        return part, inward
 
     # The optimizer.
 

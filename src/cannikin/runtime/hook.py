@@ -35,18 +35,17 @@ def weighted_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
     index, buffer = bucket.index(), bucket.buffer()
     if step is None:  # a backward that no batch of ours belongs to: plain DDP
         return _sum(state, buffer.div_(dist.get_world_size(state.group)))
-    if step.entry.items is not None and not step.synced:
-        _weigh_by_items(state, step)
+    weight = share_of(state, step) if step.weight is None else step.weight
     step.make_room(index + 1)
     step.ready[index] = clock.mark()
     step.synced = True
-    if step.entry.is_padding or step.weight == 0:
+    if (step.entry.is_padding or weight == 0) and not step.accumulated:
         buffer.zero_()  # not multiplied by 0: 0 x NaN is NaN
     else:
         if step.take_norms:
             step.local_sqnorms[index] = _sqnorm(buffer)
-        if step.weight != 1.0:
-            buffer.mul_(step.weight)
+        if weight != 1.0:
+            buffer.mul_(weight)
     work = dist.all_reduce(buffer, group=state.group, async_op=True)
 
     def finish(future: Any) -> torch.Tensor:
@@ -68,16 +67,10 @@ def share_of(state: HookState, step: StepInProgress) -> float:
         return entry.local_batch / entry.total_batch
     if step.item_total is None:
         step.item_total = float(state.item_sums.pop(entry.step)())
-    return entry.items / step.item_total if step.item_total > 0 else 0.0
-
-
-def _weigh_by_items(state: HookState, step: StepInProgress) -> None:
-    """Replace the share of samples by the share of items, now that all ranks' counts are known."""
-    by_samples, by_items = step.entry.local_batch / step.entry.total_batch, share_of(state, step)
-    if by_samples > 0:
-        step.weight *= by_items / by_samples
+        by_samples, by_items = entry.local_batch * step.item_total, entry.items * entry.total_batch
         # The estimate counts samples: it would take a share of items for noise.
         step.take_norms = step.take_norms and abs(by_items - by_samples) < 0.01 * by_samples
+    return entry.items / step.item_total if step.item_total > 0 else 0.0
 
 
 def _sum(state: HookState, buffer: torch.Tensor) -> Future:

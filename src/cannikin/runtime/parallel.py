@@ -169,12 +169,14 @@ class HeteroDataParallel(DistributedDataParallel):
         if num_parts is None:
             num_parts = 1 if self.plan is None else self.plan.micro_batches[self.engine.rank]
         bounds = torch.linspace(0, size, max(1, min(num_parts, size)) + 1).round().long().tolist()
+        synced = self.require_backward_grad_sync  # False in an outer no_sync
         try:
             for start, end in itertools.pairwise(bounds):
                 last = end == size
-                self.engine.begin_part((end - start) / size)
+                part = pytree.tree_map(lambda x: x[start:end] if isinstance(x, torch.Tensor) else x, batch)  # noqa: B023
+                self.engine.begin_part(part, (end - start) / size, synced=synced)
                 with nullcontext() if last else self.no_sync():
-                    yield pytree.tree_map(lambda x: x[start:end] if isinstance(x, torch.Tensor) else x, batch)  # noqa: B023
+                    yield part
         finally:
             self.engine.end_parts()
 

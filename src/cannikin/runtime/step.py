@@ -25,7 +25,8 @@ class StepInProgress:
     forward_start: Any = None
     backward_start: Any = None
     item_total: float | None = None  # items on all ranks, once they have been added up
-    weight: float = 1.0
+    weight: float | None = None  # None: this rank's share
+    accumulated: bool = False  # the buckets have gradients of earlier batches in them
     norm_scale: float = 1.0
     take_norms: bool = True
     ready: list[Any] = field(default_factory=list)
@@ -50,12 +51,12 @@ class StepInProgress:
     @property
     def backward_began(self) -> bool:
         """Whether the batch has been used up: the next training forward belongs to the next entry."""
-        return self.backward_start is not None
+        return self.backward_start is not None or self.synced
 
     def close(self, clock: Clock) -> StepRecord:
         """Durations instead of marks."""
         finished = self.synced and self.optimizer_end is not None and None not in self.done
-        if not finished or self.forward_start is None:
+        if not finished or self.forward_start is None or self.backward_start is None:
             return StepRecord(entry=self.entry, valid=False)
         before = clock.seconds(self.forward_start, self.backward_start)
         before += clock.seconds(self.optimizer_start, self.optimizer_end)
