@@ -32,6 +32,9 @@ from cannikin.runtime.weighting import choose_weighting, has_batch_norm, mark_ou
 
 __all__ = ["Engine", "attach"]
 
+# Norms cost two passes over the gradient: on every step at first, then on one in four.
+_NORMS_ALWAYS, _NORMS_EVERY = 60, 4
+
 
 class Engine:
     """The adaptive side of one DDP module; made by `attach`, kept as `model.engine`."""
@@ -256,6 +259,7 @@ class Engine:
                 self._average_statistics()
         self._num_taken += 1
         step = StepInProgress(entry=entry, valid=self._num_taken > self._first_valid)
+        step.take_norms = self._num_taken <= _NORMS_ALWAYS or self._num_taken % _NORMS_EVERY == 0
         self._state.step = step
         return step
 
@@ -299,7 +303,7 @@ class Engine:
         inward = self.weighting == "loss" or (self.weighting == "hook" and accumulating)
         step.weight = None if self.weighting == "hook" and not inward else 1.0 / self.world_size
         step.accumulated = self._unsynced > 0
-        step.take_norms = not accumulating
+        step.take_norms = step.take_norms and not accumulating
         scale = self.world_size * step.entry.local_batch / step.entry.total_batch
         step.norm_scale = 1.0 / scale**2 if inward and scale > 0 else 1.0
         return part, inward

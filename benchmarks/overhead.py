@@ -1,0 +1,111 @@
+"""What cannikin adds to a DDP step on CPU ranks: `python -m benchmarks.overhead`.
+
+Two ranks on gloo, one thread each. Raw DDP, a second raw DDP as control, and ours with an even plan take turns step by
+step, in random order within each round, on equal networks and the same batches. Reported are medians of paired
+differences within a round: whatever else the machine does falls on all three. The loader is not part of it. Norms are
+taken on every step of the first 60 and on one in four after that.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+
+import numpy as np
+
+ROUNDS = 300
+WARM_UP = 60
+KINDS = ("raw DDP", "second raw DDP", "cannikin")
+
+
+class _Batches:
+    """A source of batches that are made here: windows are gathered and planned as with a loader."""
+
+    prefetch_depth = 0
+    item_count = None
+
+
+def _network(width: int):  # type: ignore[no-untyped-def]
+    import torch
+
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(256, width), torch.nn.ReLU()]
+    for _ in range(3):
+        layers += [torch.nn.Linear(width, width), torch.nn.ReLU()]
+    return torch.nn.Sequential(*layers, torch.nn.Linear(width, 10))
+
+
+def _work(rank: int, world_size: int, store: str, width: int, local_batch: int, out: str) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    from cannikin import HeteroDataParallel
+    from cannikin.core.records import Job
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+    models, optimizers = {}, {}
+    for kind in KINDS:
+        net = _network(width)
+        optimizers[kind] = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
+        wrap = HeteroDataParallel(net, optimizers[kind], policy="even") if kind == "cannikin" else None
+        models[kind] = wrap if wrap is not None else DistributedDataParallel(net)
+    job = Job(num_ranks=world_size, batch_size=local_batch * world_size)
+    models["cannikin"].engine.bind(_Batches(), job, {})
+    batches = torch.randn(16, local_batch, 256)
+    labels = torch.randint(0, 10, (16, local_batch))
+    rng = np.random.default_rng(0)  # the same order on both ranks
+    seconds = np.zeros((WARM_UP + ROUNDS, len(KINDS)))
+    for step in range(WARM_UP + ROUNDS):
+        for k in rng.permutation(len(KINDS)):
+            kind = KINDS[k]
+            if kind == "cannikin":
+                models[kind].use_batch(local_batch, local_batch * world_size)
+            start = time.perf_counter()
+            optimizers[kind].zero_grad()
+            loss = torch.nn.functional.cross_entropy(models[kind](batches[step % 16]), labels[step % 16])
+            loss.backward()
+            optimizers[kind].step()
+            seconds[step, k] = time.perf_counter() - start
+        if rank == 0 and sys.stderr.isatty():
+            print(f"\rround {step + 1} of {WARM_UP + ROUNDS}", end="", file=sys.stderr)
+    if rank == 0:
+        np.save(out, seconds[WARM_UP:])
+    dist.barrier()
+    os._exit(0)
+
+
+def measure(width: int, local_batch: int) -> np.ndarray:
+    """Seconds of every step, [rounds, kind], on rank 0."""
+    import torch.multiprocessing as mp
+
+    with tempfile.TemporaryDirectory() as folder:
+        out = os.path.join(folder, "seconds.npy")
+        mp.spawn(_work, (2, os.path.join(folder, "store"), width, local_batch, out), nprocs=2)
+        seconds: np.ndarray = np.load(out)
+        return seconds
+
+
+def main() -> None:
+    """Run, and print a table."""
+    print(
+        f"{ROUNDS} rounds in random order, 2 gloo ranks on CPU, one thread each; wanted: at most 3% beyond the control"
+    )
+    heading = f"{'parameters':>10} {'batch':>6} {'raw DDP':>10} | paired difference:"
+    print(f"{heading} {'control':>9} {'cannikin':>9} {'beyond':>8}")
+    for width, local_batch in ((512, 256), (1024, 64), (256, 1024)):
+        seconds = measure(width, local_batch)
+        base = float(np.median(seconds[:, 0]))
+        control, ours = (float(np.median(seconds[:, k] - seconds[:, 0])) / base for k in (1, 2))
+        parameters = sum(p.numel() for p in _network(width).parameters())
+        print(
+            f"{parameters:10,} {local_batch:6d} {base * 1e3:7.2f} ms | {'':18} {control:9.2%} {ours:9.2%} "
+            f"{ours - max(control, 0.0):8.2%}"
+        )
+
+
+if __name__ == "__main__":
+    main()
