@@ -58,6 +58,9 @@ class ScriptedFeed:
     def complete_epoch(self) -> None:
         pass
 
+    def refuse(self, error: Exception) -> None:
+        pass
+
     def end_epoch(self) -> None:
         self.epochs_ended += 1
 

@@ -138,10 +138,14 @@ class Controller:
         return choice.total_batch, [f"{choice.reason}, noise scale {self.noise.noise_scale:.0f}"]
 
     def _observe_noise(self, window: StepWindow) -> None:
-        """Feed the tracker every step whose norms were taken on all ranks."""
+        """Feed the tracker every step whose norms were taken on all ranks, and those with an infinite one to count.
+
+        Of the latter the optimizer mostly takes no step (GradScaler), so their times are not valid.
+        """
         if window.num_ranks < 2:
             return
-        for s in np.flatnonzero(window.valid.all(axis=1)):
+        overflowed = np.isinf(window.local_sqnorm).any(axis=1) | np.isinf(window.global_sqnorm)
+        for s in np.flatnonzero(overflowed | window.valid.all(axis=1)):
             if not np.isnan(window.local_sqnorm[s]).all():
                 # A negative norm is no norm: counted as skipped, like one that is not finite.
                 local = np.where(window.local_sqnorm[s] >= 0, window.local_sqnorm[s], np.nan)

@@ -128,7 +128,7 @@ class Coordinator:
 
     def _decide(self, plan: Plan) -> Decision:
         noise = getattr(self.planner, "noise", None)
-        if noise is None or noise.num_steps == 0:
+        if noise is None:
             return Decision(plan=plan)
         return Decision(
             plan=plan,

@@ -76,6 +76,7 @@ class Engine:
         self._epoch_complete = True
         self._unsynced = 0  # backward passes under no_sync whose gradients wait for the next synchronised one
         self._num_taken = 0
+        self._num_ahead = 0  # batches that were handed out already when the one in training was taken
         self._first_valid = 2 if ddp.static_graph else 1  # DDP rebuilds its buckets after the first steps
         self._register(ddp, optimizer, comm_wrapper)
 
@@ -148,6 +149,10 @@ class Engine:
         planner = self._bound.planner
         self._recorder.decided(decision, window, planner, progress=self.progress, lr_factor=self.lr_scale)
 
+    def refuse(self, error: Exception) -> None:
+        """This rank cannot build its loader: tell the others, which wait in `bind`."""
+        self._exchange.refuse(error)
+
     def plan_at(self, step: int) -> Plan:
         """The plan in force at this step."""
         return self._bound.plan_at(step)
@@ -175,6 +180,7 @@ class Engine:
             for entry in self._queue:
                 self._state.item_sums.pop(entry.step, None)
             self._queue.clear()
+        self._num_ahead = -1  # and so is one that had its forward but no backward
         self._epoch_complete = False
 
     def complete_epoch(self) -> None:
@@ -202,7 +208,7 @@ class Engine:
         `synced` is whether the last part will be: the batch is not one of several that accumulate.
         """
         step = self._state.step
-        if step is None or (self._part is None and step.backward_began):
+        if step is None or (self._part is None and self._is_used_up(step)):
             step = self._take()
         items = step.entry.items
         if items is not None and self._item_count is None:
@@ -233,11 +239,18 @@ class Engine:
         if not (module.training and torch.is_grad_enabled()):
             return
         step = self._state.step
-        if step is None or (step.backward_began and self._part is None):
+        if step is None or (self._part is None and self._is_used_up(step)):
             step = self._take()
         self._check_size(step.entry, args, kwargs)
         if step.forward_start is None:
             step.forward_start = self._clock.mark()
+
+    def _is_used_up(self, step: StepInProgress) -> bool:
+        """Whether the next forward is another batch's: after backward, or where a batch was passed over without one.
+
+        Several forwards may go before one backward; but no batch is handed out between them.
+        """
+        return step.backward_began or len(self._queue) > self._num_ahead
 
     def _take(self) -> StepInProgress:
         """Finish with the step before, keep the appointments between ranks, and begin the oldest step in the queue."""
@@ -247,8 +260,10 @@ class Engine:
                 "or call model.use_batch(local, total) before forward"
             )
         entry, previous = self._queue.popleft(), self._state.step
+        self._num_ahead = len(self._queue)
         if previous is not None:
-            self._unsynced = 0 if previous.synced else self._unsynced + 1
+            if previous.backward_began:
+                self._unsynced = 0 if previous.synced else self._unsynced + 1
             share_of(self._state, previous)  # so that no sum of items is left behind under no_sync
             if self.coordinator is not None:
                 self.coordinator.add(previous)

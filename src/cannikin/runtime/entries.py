@@ -43,6 +43,9 @@ class Feed(Protocol):
     def world_size(self) -> int:
         """n."""
 
+    def refuse(self, error: Exception) -> None:
+        """This rank cannot build its loader: tell the others, who wait in `bind`, before the error is raised here."""
+
     def bind(self, source: BatchSource, job: Job, settings: dict[str, int]) -> None:
         """Take this loader as the source of batches: check on all ranks that job and settings agree, make the planner.
 

@@ -22,7 +22,8 @@ def start_reading(steps: list[StepInProgress]) -> torch.Tensor:
     norms = [norm for step in steps for norm in step.sqnorms()]
     device = next((norm.device for norm in norms if norm is not None), torch.device("cpu"))
     missing = torch.full((), torch.nan, device=device)
-    read = torch.stack([missing if norm is None else norm.to(torch.float32) for norm in norms])
+    # A norm that is not a number becomes infinite, for NaN says that none was taken.
+    read = torch.stack([missing if n is None else n.float().nan_to_num(torch.inf, torch.inf) for n in norms])
     return read.to("cpu", non_blocking=True).view(-1, 2)
 
 
