@@ -15,6 +15,9 @@ import training_cases as cases
 from ranks import run_ranks, run_ranks_with_errors
 from training_cases import LoaderOf
 
+# Ranks want the cores: all of them in one process.
+pytestmark = pytest.mark.xdist_group("ranks")
+
 WITHIN_S = 5.0  # of the last rank's arrival; a hang would last as long as the group's timeout, 20 s
 EVERY_RANK = 2
 
@@ -218,8 +221,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-# Ranks want the cores: all of them in one process.
-pytestmark = pytest.mark.xdist_group("ranks")
 
 dist.init_process_group("gloo")
 torch.set_num_threads(1)
