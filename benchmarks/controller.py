@@ -2,7 +2,7 @@
 
 Every measured time has 10% lognormal noise, 2% are three times as long; see `benchmarks.synthetic` for the clusters.
 "Hard" leaves out the clusters in which one rank's fixed cost alone decides the optimum. The delay is the steps between
-the end of a window and the plan's being in force: 4 in the design, 7 in the runtime as it is, without prefetching workers.
+the end of a window and the plan's being in force: 4 in the design, 7 in the runtime today without worker processes.
 """
 
 from __future__ import annotations
