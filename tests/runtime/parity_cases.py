@@ -448,7 +448,7 @@ class Loaded:
 
     def _noted(self, run: _Script, model: Any, loader: HeteroDataLoader) -> Iterator[Batch]:
         for batch in loader:
-            run.sizes.append(model.engine._queue[-1].total_batch)
+            run.sizes.append(model.engine._queue._entries[-1].total_batch)
             run.splits.add(model.engine.plan_at(model.engine.next_step - 1).local_batches)
             yield batch
             if len(run.sizes) == self.num_batches:
@@ -726,7 +726,7 @@ def norms(rank: int, world_size: int) -> list[tuple[float, float]]:
         model.use_batch(sizes[rank], 12)
         model(parts[rank]).square().mean().backward()
         now = model.engine._state.step
-        local, total = now.sqnorms()
+        local, total = now.norms()[:2]
         errors.append((float(local) / squares[0] - 1, float(total) / squares[1] - 1))
     return errors
 

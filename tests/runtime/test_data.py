@@ -52,7 +52,7 @@ class ScriptedFeed:
         self.entries.append(entry)
         self.next_step += 1
 
-    def begin_epoch(self) -> None:
+    def begin_epoch(self, epoch: int, position: int) -> None:
         self.epochs_begun += 1
 
     def complete_epoch(self) -> None:

@@ -382,7 +382,7 @@ def one_rank_never_comes(rank: int, world_size: int, timeout_s: float) -> str:
 class NoiseReport:
     """What is known at the end of a training with bad gradients in it."""
 
-    num_skipped: int
+    num_nonfinite: int
     noise_scale: float
     limits: tuple[float, float] | None
     num_steps: int
@@ -405,7 +405,7 @@ def train_with_bad_gradients(rank: int, world_size: int, bad: dict[int, tuple[in
     coordinator = model.engine.coordinator
     noise = coordinator.planner.noise
     return NoiseReport(
-        num_skipped=coordinator.decision.num_skipped,
+        num_nonfinite=coordinator.decision.num_nonfinite,
         noise_scale=model.noise_scale,
         limits=noise.limits if rank == 0 else None,
         num_steps=noise.num_steps,

@@ -147,6 +147,9 @@ class StepWindow:
     local_sqnorm: FloatArray
     global_sqnorm: FloatArray
     valid: BoolArray = field(default_factory=lambda: np.ones((0, 0), dtype=np.bool_))
+    load_s: FloatArray = field(default_factory=lambda: np.zeros((0, 0)))
+    max_batch: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    previous_dot: FloatArray = field(default_factory=lambda: np.zeros(0))
 
     def __post_init__(self) -> None:
         if self.valid.size == 0:
@@ -174,6 +177,11 @@ class StepWindow:
             positive = (self.before_s >= 0) & (self.ready_s[..., -1] > 0) & (self.done_s.max(axis=-1) > 0)
         possible: BoolArray = finite & positive & (self.local_batches >= 1)
         return possible
+
+    @property
+    def num_nonfinite(self) -> int:
+        """Steps with a gradient that was not finite."""
+        return int((np.isinf(self.local_sqnorm).any(axis=1) | np.isinf(self.global_sqnorm)).sum())
 
     @property
     def num_steps(self) -> int:

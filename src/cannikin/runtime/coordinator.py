@@ -2,11 +2,10 @@
 
 For a window that ends before step w, at the forward of step
 
-    w      its norms start their way to the host
-    w + 1  every rank's measurements start to be gathered
-    w + 2  rank 0 learns and plans
-    w + 3  the plan starts to be broadcast, in whole numbers
-    w + 5  it is known everywhere, and holds from the first step whose indices no loader may have cut yet
+    w      every rank's measurements start to be gathered (a step later on a GPU, from where they are copied first)
+    w + 1  rank 0 learns and plans, in a thread beside the training
+    w + 2  the plan starts to be broadcast, in whole numbers
+    w + 3  it is known everywhere, and holds from the first step whose indices no rank has cut yet
 
 so none of our collectives is waited for in the step that started it.
 """
@@ -16,105 +15,145 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from cannikin.core.controller import window_steps
-from cannikin.core.records import Job, Plan, Planner
+from cannikin.core.records import NO_MAX, Job, Plan, Planner
+from cannikin.errors import InvalidInputError
 from cannikin.runtime.exchange import Exchange
+from cannikin.runtime.hostcopy import HostCopy
 from cannikin.runtime.messages import Decision, decision_length, decode_decision, encode_decision
 from cannikin.runtime.step import StepInProgress
 from cannikin.runtime.timing import Clock
-from cannikin.runtime.windows import encode_steps, merge_windows, start_reading
+from cannikin.runtime.windows import Report, encode_steps, merge_windows, start_reading
 
 __all__ = ["Coordinator"]
 
-_AHEAD = 2  # a loop that looks one batch ahead has cut this many steps beyond the one in training
-
 
 class Coordinator:
-    """Collects this rank's steps, and keeps the plans that rank 0 makes of everybody's."""
+    """Collects this rank's steps, and keeps the plans that rank 0 makes of everybody's.
 
-    def __init__(self, exchange: Exchange, clock: Clock, job: Job, planner: Planner, prefetch_depth: int) -> None:
-        self.exchange = exchange
+    Args:
+        exchange, clock, job, planner: of this model.
+        prefetch_depth: batches whose indices the loader cuts ahead of the one in training, at least.
+        loaded_alone: whether nothing else goes on while a batch is loaded.
+        on_decision: called on every rank when a decision takes effect; with the window behind it on rank 0.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        clock: Clock,
+        job: Job,
+        planner: Planner,
+        *,
+        prefetch_depth: int,
+        loaded_alone: bool,
+        on_decision: Callable[[Decision, Report | None], None],
+    ) -> None:
         self.job = job
-        self.planner = planner
-        self.on_decision: Callable[[Decision, Any], None] | None = None
-        self.decision = self._decide(planner.plan(0))
-        self._decided = self.decision
-        self.num_steps = 0
+        self.max_batch = NO_MAX  # largest local batch that this rank's memory holds, as far as is known
+        self.decision = Decision(plan=_checked(planner.plan(0), job.num_ranks))
+        self._exchange = exchange
+        self._planner = planner
+        self._on_decision = on_decision
         self._clock = clock
-        self._prefetch_depth = prefetch_depth
+        self._num_ahead = prefetch_depth
+        self._loaded_alone = loaded_alone
+        self._step = 0
+        self._furthest = 0  # last step that a plan was asked for, so that it has been cut
+        self._num_ticks = 0
         self._plans: list[Plan] = [self.decision.plan]
         self._steps: list[StepInProgress] = []
         self._window_start = 0
         self._agenda: deque[tuple[int, Callable[[], None]]] = deque()
-        self._sending: tuple[list[StepInProgress], torch.Tensor, int] = ([], torch.empty(0, 2), 0)
-        self._message = torch.empty(0, dtype=torch.int64)
-        self._window: Any = None
+        self._report: Report | None = None
+        self._decided: Future[Decision] | None = None
+        self._thread = ThreadPoolExecutor(1, "cannikin-planner") if exchange.rank == 0 else None
+        self._num_nonfinite = 0
         self._failed = False
+
+    @property
+    def planner(self) -> Planner:
+        """The planner, once it is done with the window it is at."""
+        if self._decided is not None:
+            self._decided.exception()
+        return self._planner
 
     def plan_at(self, step: int) -> Plan:
         """The plan in force at this step."""
+        self._furthest = max(self._furthest, step)
         return next((plan for plan in reversed(self._plans) if plan.first_step <= step), self._plans[0])
 
     def add(self, step: StepInProgress) -> None:
         """Keep a finished step for the window it belongs to."""
         self._steps.append(step)
 
+    def agree(self) -> None:
+        """Every rank begins with rank 0's plan, which knows stored profiles; the others wait for it here."""
+        values = self._exchange.broadcast_now(encode_decision(self._decide(self._plans[0])))
+        if self._thread is None:
+            self.begin_with(decode_decision(values, reason="as rank 0 planned"))
+
     def restore(self, state: dict[str, Any]) -> None:
         """Let the planner take a saved state, and begin with the plan it held."""
         self.planner.load_state_dict(state)
-        self.decision = self._decide(self.planner.plan(0))
-        self._plans = [self.decision.plan]
+        self.begin_with(self._decide(self.planner.plan(0)))
 
-    def tick(self, step: int, grad_scale: Callable[[], float]) -> bool:
+    def begin_with(self, decision: Decision) -> None:
+        """Forget earlier plans: this one is in force."""
+        self.decision = decision
+        self._plans = [_checked(decision.plan, self.job.num_ranks)]
+
+    def tick(self, step: int) -> bool:
         """What is due between ranks before this step's forward, the same on every rank; whether a window has ended."""
-        self.num_steps += 1
-        ended = False
-        if len(self._steps) >= window_steps(self._window_start) and not self._agenda:
-            self._sending = (self._steps, start_reading(self._steps), self._window_start)
-            scale = grad_scale()
-            self._steps = []
-            self._window_start = step
-            stages = (
-                (1, lambda: self._gather(scale)),
-                (2, self._learn),
-                (3, lambda: self.exchange.start_broadcast(self._message)),
-                (5, self._install),
-            )
-            self._agenda.extend((self.num_steps + delay, action) for delay, action in stages)
-            ended = True
-        while self._agenda and self._agenda[0][0] <= self.num_steps:
+        self._num_ticks += 1
+        self._step = step
+        self._num_ahead = max(self._num_ahead, self._furthest - step)
+        ended = len(self._steps) >= window_steps(self._window_start) and not self._agenda
+        if ended:
+            self._schedule(step)
+        while self._agenda and self._agenda[0][0] <= self._num_ticks:
             self._agenda.popleft()[1]()
         return ended
 
-    def _gather(self, grad_scale: float) -> None:
-        steps, norms, _ = self._sending
-        self.exchange.start_gather(encode_steps(steps, norms, self._clock, grad_scale))
+    def _schedule(self, step: int) -> None:
+        """A window has ended before this step: put what follows of it on the agenda."""
+        steps, self._steps = self._steps, []
+        first_step, self._window_start = self._window_start, step
+        norms, lag = start_reading(steps), self._clock.lag
+        free_step = step + lag + 4  # the first that is cut after the plan is known, in a loop that looks not ahead
+        stages = (
+            (lag, lambda: self._gather(steps, norms)),
+            (lag + 1, lambda: self._learn(first_step, len(steps), free_step)),
+            (lag + 2, self._announce),
+            (lag + 3, self._install),
+        )
+        self._agenda.extend((self._num_ticks + delay, action) for delay, action in stages)
 
-    def _learn(self) -> None:
-        """Rank 0 plans for the first step that is free everywhere; the others wait for its word."""
-        steps, _, first_step = self._sending
-        sent = self.exchange.finish_gather()
-        self._message = torch.empty(decision_length(self.job.num_ranks), dtype=torch.int64)
-        self._window = None
-        if self.exchange.rank == 0:
-            self._window = merge_windows(sent, first_step, len(steps))
-            # It arrives five steps after the window; the loader is ahead by its prefetch and the user's lookahead.
-            self._decided = self._decide(self._plan(steps[-1].entry.step + 6 + _AHEAD + self._prefetch_depth))
-            self._message = encode_decision(self._decided)
+    def _gather(self, steps: list[StepInProgress], norms: HostCopy) -> None:
+        sent = encode_steps(steps, norms, self._clock, num_ahead=self._num_ahead, max_batch=self.max_batch)
+        self._exchange.start_gather(sent)
 
-    def _plan(self, free_step: int) -> Plan:
+    def _learn(self, first_step: int, num_steps: int, free_step: int) -> None:
+        sent = self._exchange.finish_gather()
+        if self._thread is not None:
+            self._report = merge_windows(sent, first_step, num_steps, loaded_alone=self._loaded_alone)
+            self._num_nonfinite += self._report.window.num_nonfinite
+            self._decided = self._thread.submit(self._plan, self._report, free_step + self._report.num_ahead)
+
+    def _plan(self, report: Report, free_step: int) -> Decision:
         """Learn from the window and plan; a planner that fails costs its plans, not the training."""
         now = self._plans[-1]
         if self._failed:
-            return now
+            return self._decide(now)
         try:
-            self.planner.observe(self._window)
-            plan = self.planner.plan(free_step)
+            self._planner.observe(report.window)
+            plan = _checked(self._planner.plan(free_step), self.job.num_ranks)
         except Exception as error:
             self._failed = True
             warnings.warn(
@@ -123,29 +162,45 @@ class Coordinator:
                 RuntimeWarning,
                 stacklevel=2,
             )
-            return replace(now, reason=f"kept: the planner failed with {type(error).__name__}")
-        return plan if plan.local_batches == now.local_batches else replace(plan, first_step=free_step)
+            return self._decide(replace(now, reason=f"kept: the planner failed with {type(error).__name__}"))
+        if plan.local_batches != now.local_batches:
+            plan = replace(plan, first_step=free_step)
+        return self._decide(plan)
 
     def _decide(self, plan: Plan) -> Decision:
-        noise = getattr(self.planner, "noise", None)
+        noise = getattr(self._planner, "noise", None)
+        decision = Decision(plan=plan, num_nonfinite=self._num_nonfinite)
         if noise is None:
-            return Decision(plan=plan)
-        return Decision(
-            plan=plan,
-            signal_sqnorm=noise.signal_sqnorm,
-            noise_trace=noise.noise_trace,
-            num_skipped=noise.num_skipped,
-        )
+            return decision
+        return replace(decision, signal_sqnorm=noise.signal_sqnorm, noise_trace=noise.noise_trace)
+
+    def _announce(self) -> None:
+        message = torch.empty(decision_length(self.job.num_ranks), dtype=torch.int64)
+        if self._decided is not None:
+            message = encode_decision(self._decided.result())
+        self._exchange.start_broadcast(message)
 
     def _install(self) -> None:
         """Every rank takes the decision at the same step, rank 0 too: schedules and progress must not differ."""
-        values = self.exchange.finish_broadcast()
-        first = self.exchange.rank == 0
-        self.decision = self._decided if first else decode_decision(values, reason="as rank 0 planned")
+        values = self._exchange.finish_broadcast()
+        if self._decided is None:
+            self.decision = decode_decision(values, reason="as rank 0 planned")
+        else:
+            self.decision, self._decided = self._decided.result(), None
         plan = self.decision.plan
         if plan.local_batches != self._plans[-1].local_batches:
-            self._plans.append(plan)
+            in_force = self._plans.index(self.plan_at(self._step))
+            self._plans = [*self._plans[in_force:], plan]
         else:
             self._plans[-1] = replace(plan, first_step=self._plans[-1].first_step)
-        if self.on_decision is not None:
-            self.on_decision(self.decision, self._window)
+        self._on_decision(self.decision, self._report)
+
+
+def _checked(plan: Plan, num_ranks: int) -> Plan:
+    """A plan that can be carried out, whoever made it."""
+    if len(plan.local_batches) != num_ranks or min(plan.local_batches) < 1:
+        raise InvalidInputError(
+            f"the planner gave local batches {plan.local_batches} for {num_ranks} ranks: it must give each rank one, "
+            "of at least 1"
+        )
+    return plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -132,14 +133,21 @@ class HeteroDataLoader:
     def _pass(self) -> Iterator[Any]:
         self._check_free()
         notes = self._sampler.start()
-        self._feed.begin_epoch()
+        self._feed.begin_epoch(self._bookmark.next.epoch, self._bookmark.next.position)
         try:
-            for batch in self._loader:
+            start_s, batches = time.perf_counter(), iter(self._loader)
+            while True:
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    break
                 step = notes.popleft()
-                self._feed.hand_out(self._weighed(step.entry, batch))
+                entry = replace(step.entry, load_s=time.perf_counter() - start_s, loaded_alone=not self.prefetch_depth)
+                self._feed.hand_out(self._weighed(entry, batch))
                 self._bookmark.advance(step.position)
                 self.is_padding = step.entry.is_padding
                 yield batch
+                start_s = time.perf_counter()
             self._bookmark.finish()
             self._feed.complete_epoch()
         finally:

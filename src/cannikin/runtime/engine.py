@@ -1,34 +1,39 @@
 """What turns a DDP module into one with unequal local batches: hooks around forward, gradients and optimizer.
 
-One engine a model; no global state. A batch that the loader hands out waits in a queue; the first training forward
-after the backward of the batch before takes it, so a loop that looks one batch ahead stays right.
+One engine a model; no global state.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from cannikin.core.goodput import efficiency
 from cannikin.core.lr import lr_factor
 from cannikin.core.planners import make_planner
-from cannikin.core.records import Job, Plan, Planner, StepWindow
+from cannikin.core.records import Job, Plan, Planner
 from cannikin.errors import BatchMatchError, InvalidInputError, StateError
-from cannikin.runlog import Observer
+from cannikin.runlog import Observer, RankInfo
 from cannikin.runtime.buffers import RunningStatistics
 from cannikin.runtime.coordinator import Coordinator
 from cannikin.runtime.entries import BatchEntry, BatchSource
 from cannikin.runtime.exchange import Exchange
 from cannikin.runtime.hook import HookState, share_of, weighted_hook
+from cannikin.runtime.matching import BatchQueue, Part, check_size
+from cannikin.runtime.memory import CudaMemory, MemoryGauge, advise_when_uncaught, is_out_of_memory
 from cannikin.runtime.messages import Decision
+from cannikin.runtime.precondition import InverseVariance, is_adam
+from cannikin.runtime.profiles import ProfileStore, introduce, model_key
+from cannikin.runtime.progress import Progress
 from cannikin.runtime.rates import RateScaler, choose_rule
 from cannikin.runtime.recording import Recorder
 from cannikin.runtime.step import StepInProgress
 from cannikin.runtime.timing import make_clock
-from cannikin.runtime.weighting import choose_weighting, has_batch_norm, mark_outputs
+from cannikin.runtime.weighting import choose_weighting, has_batch_norm, mark_outputs, weigh
+from cannikin.runtime.windows import Report
 
 __all__ = ["Engine", "attach"]
 
@@ -47,38 +52,46 @@ class Engine:
         policy: str | Planner = "cannikin",
         weighting: str = "auto",
         lr_rule: str = "auto",
+        warmup_steps: float = 0.0,
         grad_scaler: Any = None,
         comm_wrapper: Any = None,
-        observers: tuple[Observer, ...] = (),
+        observers: Sequence[Observer] = (),
         run_dir: str | Path | None = None,
+        profiles: str | Path | None = None,
     ) -> None:
         self.policy = policy
         self.weighting, self.weighting_reason = choose_weighting(weighting, ddp.module)
-        self.lr_rule, self.lr_reason = choose_rule(lr_rule, optimizer)
+        self.lr_rule, self.lr_reason = choose_rule(lr_rule, optimizer, warmup_steps)
         self.has_batch_norm = has_batch_norm(ddp.module)
-        self.progress = 0.0
         self.coordinator: Coordinator | None = None
+        device = next(ddp.parameters()).device
         self._ddp = ddp
         self._grad_scaler = grad_scaler
+        self._warmup_steps = warmup_steps
         self._exchange = Exchange(ddp.process_group)
         self._statistics = RunningStatistics(ddp.module, ddp.process_group)
         self._recorder = Recorder(observers, run_dir, active=self._exchange.rank == 0)
+        model = model_key(ddp.module, scaled=grad_scaler is not None)
+        self._store = None if profiles is None else ProfileStore(profiles, model)
+        self._ranks: list[RankInfo] = []
         self._restored: dict[str, Any] | None = None  # a state loaded before there was a planner to take it
-        self._clock = make_clock(next(ddp.parameters()).device)
-        self._state = HookState(ddp.process_group, self._clock)
+        self._clock = make_clock(device)
+        self._memory = MemoryGauge(CudaMemory(device) if device.type == "cuda" else None)
+        self._variance = InverseVariance(optimizer) if is_adam(optimizer) else None
+        self._state = HookState(ddp.process_group, self._clock, self._variance)
         self._rates = RateScaler()
-        self._queue: deque[BatchEntry] = deque()
-        self._next_step = 0
-        self._epoch_over = False
-        self._part: float | None = None  # share of the local batch that the present micro-batch has
-        self._parts_synced = True  # whether the last part of the batch in hand will be synchronised
+        self._progress = Progress()
+        self._queue = BatchQueue()
+        self._pass: dict[str, int] | None = None  # where a pass begins, until the ranks have agreed on it
+        self._pass_over = False
+        self._part: Part | None = None
+        self._cuts_batches = False  # the loop uses micro_batches()
         self._item_count: Any = None
-        self._epoch_complete = True
         self._unsynced = 0  # backward passes under no_sync whose gradients wait for the next synchronised one
         self._num_taken = 0
-        self._num_ahead = 0  # batches that were handed out already when the one in training was taken
         self._first_valid = 2 if ddp.static_graph else 1  # DDP rebuilds its buckets after the first steps
         self._register(ddp, optimizer, comm_wrapper)
+        advise_when_uncaught(self)
 
     def _register(self, ddp: Any, optimizer: torch.optim.Optimizer, comm_wrapper: Any) -> None:
         hook = weighted_hook if comm_wrapper is None else comm_wrapper(weighted_hook)
@@ -116,13 +129,12 @@ class Engine:
     @property
     def next_step(self) -> int:
         """Number of the first step that no batch has been handed out for yet."""
-        return self._next_step
+        return self._queue.next_step
 
     def bind(self, source: BatchSource, job: Job, settings: dict[str, int]) -> None:
         """Take this loader as the source of batches, after checking that all ranks agree on it."""
         if self.coordinator is not None:
             raise InvalidInputError("this model has a loader already: give each model one HeteroDataLoader")
-        named = isinstance(self.policy, str)
         policy = self.policy if isinstance(self.policy, str) else type(self.policy).__name__
         low, high = job.bounds
         self._exchange.check_agreement(
@@ -131,23 +143,40 @@ class Engine:
                 "policy": policy,
                 "weighting": self.weighting,
                 "lr_rule": self.lr_rule,
+                "warmup_steps": self._warmup_steps,
                 "batch_size": job.batch_size,
                 "max_batch_size": job.max_batch_size or 0,
                 "local_bounds": [low.tolist(), high.tolist()],
                 "num_samples": job.num_samples or 0,
             }
         )
-        planner: Any = make_planner(policy, job, batch_norm=self.has_batch_norm) if named else self.policy
+        self._ranks = introduce(self._exchange, next(self._ddp.parameters()).device)
+        planner: Any = self.policy
+        if isinstance(self.policy, str):
+            planner = make_planner(policy, job, batch_norm=self.has_batch_norm)
         if self._restored is not None:
             planner.load_state_dict(self._restored)
-        self.coordinator = Coordinator(self._exchange, self._clock, job, planner, source.prefetch_depth)
-        self.coordinator.on_decision = self._decided
+        elif self._store is not None and self.rank == 0 and hasattr(planner, "start_from"):
+            planner.start_from(self._store.load([rank.device for rank in self._ranks]))
+        self.coordinator = Coordinator(
+            self._exchange,
+            self._clock,
+            job,
+            planner,
+            prefetch_depth=source.prefetch_depth,
+            loaded_alone=source.prefetch_depth == 0,
+            on_decision=self._decided,
+        )
+        self.coordinator.agree()
+        if self.world_size == 1 and job.largest_total > job.batch_size:
+            self._state.previous = {}
         self._item_count = source.item_count
-        self._recorder.begin(job, policy, self._ddp.module)
+        self._recorder.begin(job, policy, self._ddp.module, self._ranks)
 
-    def _decided(self, decision: Decision, window: StepWindow | None) -> None:
-        planner = self._bound.planner
-        self._recorder.decided(decision, window, planner, progress=self.progress, lr_factor=self.lr_scale)
+    def _decided(self, decision: Decision, report: Report | None) -> None:
+        if report is not None:
+            planner = self._bound.planner
+            self._recorder.decided(decision, report, planner, progress=self.progress, lr_factor=self.lr_scale)
 
     def refuse(self, error: Exception) -> None:
         """This rank cannot build its loader: tell the others, which wait in `bind`."""
@@ -167,25 +196,18 @@ class Engine:
         """A batch is being yielded: its backward is to be weighted and measured."""
         if entry.items is not None:
             self._state.item_sums[entry.step] = self._exchange.start_sum(entry.items)
-        self._queue.append(entry)
-        self._next_step = entry.step + 1
-        self._epoch_over = False
+        self._queue.add(entry)
+        self._pass_over = False
 
-    def begin_epoch(self) -> None:
-        """A new iteration starts: batches of an abandoned one that were never trained on are forgotten.
-
-        Those of a complete one are not: a loop may look one batch ahead across the end of an epoch.
-        """
-        if not self._epoch_complete:
-            for entry in self._queue:
-                self._state.item_sums.pop(entry.step, None)
-            self._queue.clear()
-        self._num_ahead = -1  # and so is one that had its forward but no backward
-        self._epoch_complete = False
+    def begin_epoch(self, epoch: int, position: int) -> None:
+        """A new iteration starts, at this sample of this epoch."""
+        for entry in self._queue.begin_pass():
+            self._state.item_sums.pop(entry.step, None)
+        self._pass = {"epoch": epoch, "position": position, "step": self.next_step}
 
     def complete_epoch(self) -> None:
         """Every batch was handed out: BatchNorm's statistics become the same on all ranks, for the evaluation."""
-        self._epoch_complete = True
+        self._queue.complete_pass()
         self._average_statistics()
 
     def _average_statistics(self) -> None:
@@ -195,30 +217,38 @@ class Engine:
 
     def end_epoch(self) -> None:
         """The iterator ends: nothing of ours stays outstanding."""
-        self._epoch_over = True
+        self._pass_over = True
         self._exchange.wait()
+        self._save_profiles()
+
+    def _save_profiles(self) -> None:
+        planner: Any = self._bound.planner if self.rank == 0 else None
+        if self._store is not None and hasattr(planner, "profiles"):
+            self._store.save([rank.device for rank in self._ranks], planner.profiles())
 
     def use_batch(self, local: int, total: int) -> None:
         """Say what the next training forward holds, where a script has its own loader."""
-        self.hand_out(BatchEntry(step=self._next_step, local_batch=local, total_batch=total, checked=False))
+        self.hand_out(BatchEntry(step=self.next_step, local_batch=local, total_batch=total, checked=False))
 
     def begin_part(self, part: Any, share: float, *, synced: bool) -> None:
         """The next forward takes this part, a share of the batch in hand, which is not used up before `end_parts`.
 
         `synced` is whether the last part will be: the batch is not one of several that accumulate.
         """
-        step = self._state.step
-        if step is None or (self._part is None and self._is_used_up(step)):
-            step = self._take()
+        step = self._current_or_next()
+        self._cuts_batches = True
         items = step.entry.items
         if items is not None and self._item_count is None:
             raise InvalidInputError("micro_batches() of items needs item_count= of the loader to weigh the parts")
-        self._part = self._item_count(part) / items if items else share
-        self._parts_synced = synced
+        self._part = Part(share=self._item_count(part) / items if items else share, synced=synced)
 
     def end_parts(self) -> None:
         """The batch in hand has been cut up and used."""
         self._part = None
+
+    def num_parts(self, local_batch: int) -> int:
+        """Parts that a batch must be cut into for each to fit into memory, as far as is known."""
+        return -(-local_batch // max(1, min(self._memory.max_batch, local_batch)))
 
     @property
     def current_entry(self) -> BatchEntry | None:
@@ -238,90 +268,98 @@ class Engine:
     def _before_forward(self, module: Any, args: Any, kwargs: Any) -> None:
         if not (module.training and torch.is_grad_enabled()):
             return
-        step = self._state.step
-        if step is None or (self._part is None and self._is_used_up(step)):
-            step = self._take()
-        self._check_size(step.entry, args, kwargs)
+        step = self._current_or_next()
+        if self._part is None:
+            check_size(step.entry, args, kwargs)
         if step.forward_start is None:
             step.forward_start = self._clock.mark()
 
-    def _is_used_up(self, step: StepInProgress) -> bool:
-        """Whether the next forward is another batch's: after backward, or where a batch was passed over without one.
-
-        Several forwards may go before one backward; but no batch is handed out between them.
-        """
-        return step.backward_began or len(self._queue) > self._num_ahead
+    def _current_or_next(self) -> StepInProgress:
+        step = self._state.step
+        if step is None or (self._part is None and self._queue.is_over(step)):
+            return self._take()
+        return step
 
     def _take(self) -> StepInProgress:
         """Finish with the step before, keep the appointments between ranks, and begin the oldest step in the queue."""
-        if not self._queue:
-            raise BatchMatchError(
-                "no batch was handed out for this forward pass: iterate over this model's own HeteroDataLoader, "
-                "or call model.use_batch(local, total) before forward"
-            )
-        entry, previous = self._queue.popleft(), self._state.step
-        self._num_ahead = len(self._queue)
+        entry, previous = self._queue.take(), self._state.step
         if previous is not None:
             if previous.backward_began:
                 self._unsynced = 0 if previous.synced else self._unsynced + 1
             share_of(self._state, previous)  # so that no sum of items is left behind under no_sync
-            if self.coordinator is not None:
-                self.coordinator.add(previous)
         if self.coordinator is not None:
-            if self._epoch_over and not self._queue:  # looked ahead: nobody will come to finish what starts now
-                self._exchange.wait()
-            elif self.coordinator.tick(entry.step, self._grad_scale):
-                self._average_statistics()
+            self._keep_appointments(self.coordinator, entry, previous)
         self._num_taken += 1
         step = StepInProgress(entry=entry, valid=self._num_taken > self._first_valid)
-        step.take_norms = self._num_taken <= _NORMS_ALWAYS or self._num_taken % _NORMS_EVERY == 0
+        step.previous_end = None if previous is None else previous.optimizer_end
+        step.take_norms = (
+            self._num_taken <= _NORMS_ALWAYS
+            or self._num_taken % _NORMS_EVERY == 0
+            or self._state.previous is not None  # which must be that of the step before
+        )
+        if self._grad_scaler is not None and step.take_norms:
+            scale = getattr(self._grad_scaler, "_scale", None)  # its public get_scale() would wait for the device
+            step.take_norms = scale is not None
+            step.loss_scale = None if scale is None else scale.clone()
+        self._memory.begin_step(entry.local_batch)
         self._state.step = step
         return step
 
-    def _grad_scale(self) -> float:
-        return 1.0 if self._grad_scaler is None else float(self._grad_scaler.get_scale())
-
-    def _check_size(self, entry: BatchEntry, args: Any, kwargs: Any) -> None:
-        if not entry.checked or entry.is_padding or self._part is not None:
+    def _keep_appointments(self, coordinator: Coordinator, entry: BatchEntry, previous: StepInProgress | None) -> None:
+        if self._pass is not None:
+            batches = coordinator.plan_at(entry.step).local_batches
+            place, self._pass = {**self._pass, "progress": self.progress, "local_batches": batches}, None
+            self._exchange.check_agreement(place, "load the same saved state on every rank, and begin passes together")
+        if previous is not None:
+            coordinator.add(previous)
+        if self._pass_over and not self._queue:  # looked ahead: nobody will come to finish what starts now
+            self._exchange.wait()
             return
-        tensor = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.ndim > 0), None)
-        if tensor is not None and tensor.shape[0] != entry.local_batch:
-            raise BatchMatchError(
-                f"forward got {tensor.shape[0]} samples in dimension 0, the loader handed out {entry.local_batch} for "
-                f"step {entry.step}: feed each batch as it comes, or call model.use_batch(local, total) before forward"
-            )
+        if not self._cuts_batches:
+            coordinator.max_batch = self._memory.max_batch
+        if coordinator.tick(entry.step):
+            self._average_statistics()
 
     def _after_forward(self, module: Any, args: Any, output: Any) -> Any:
-        step = self._state.step
+        step, part = self._state.step, self._part
         if step is None or not (module.training and torch.is_grad_enabled()):
             return output
-        synced = module.require_backward_grad_sync if self._part is None else self._parts_synced
-        part, inward = self._weigh(step, accumulating=not synced or self._unsynced > 0)
+        synced = module.require_backward_grad_sync if part is None else part.synced
+        step.accumulated = self._unsynced > 0
+        inward = weigh(step, self.weighting, self.world_size, accumulating=not synced or self._unsynced > 0)
+        share = 1.0 if part is None else part.share
 
         def at_backward() -> float:
-            if step.backward_start is None:
+            # Of a batch in parts, all but the last one's backward counts as what comes before.
+            if step.backward_start is None or (part is not None and not step.synced):
                 step.backward_start = self._clock.mark()
-            return part * self.world_size * share_of(self._state, step) if inward else part
+            return share * self.world_size * share_of(self._state, step) if inward else share
 
-        return mark_outputs(output, at_backward)
+        marked, num_marked = mark_outputs(output, at_backward)
+        if num_marked == 0 and step.entry.step == 0:
+            self._explain_unmarked(output, needed=inward or part is not None)
+        return marked
 
-    def _weigh(self, step: StepInProgress, *, accumulating: bool) -> tuple[float, bool]:
-        """Set what the hook multiplies by; return this forward's part of the batch, and whether its outputs' gradient
-        is to be weighted.
+    def _explain_unmarked(self, output: Any, *, needed: bool) -> None:
+        text = f"forward returned a {type(output).__name__} in which no tensor with a gradient was found"
+        if needed:
+            raise InvalidInputError(
+                f"{text}, so its loss cannot be weighted: return tensors, also in lists, tuples, dicts or dataclasses"
+            )
+        warnings.warn(
+            f"{text}: gradients are right, but this rank's time cannot be measured and nothing adapts; return tensors, "
+            "also in lists, tuples, dicts or dataclasses",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
-        Gradients that pile up under no_sync may stem from different splits, so they are weighted on their way in.
-        """
-        part = 1.0
-        if self._part is not None:
-            part = self._part
-            step.valid = False  # forward and backward alternate: the step's times are not those of the model
-        inward = self.weighting == "loss" or (self.weighting == "hook" and accumulating)
-        step.weight = None if self.weighting == "hook" and not inward else 1.0 / self.world_size
-        step.accumulated = self._unsynced > 0
-        step.take_norms = step.take_norms and not accumulating
-        scale = self.world_size * step.entry.local_batch / step.entry.total_batch
-        step.norm_scale = 1.0 / scale**2 if inward and scale > 0 else 1.0
-        return part, inward
+    def explain(self, error: BaseException) -> None:
+        """Say what to do where a training step ran out of memory."""
+        step = self._state.step
+        if is_out_of_memory(error) and step is not None and step.optimizer_end is None:
+            advice = self._memory.advice(self.rank, step.entry.local_batch)
+            if advice not in getattr(error, "__notes__", ()):
+                error.add_note(advice)
 
     # The optimizer.
 
@@ -334,23 +372,26 @@ class Engine:
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._rates.undo()
-        self.progress += self.gain
+        self._progress.advance(optimizer, self.gain)
+        if self._variance is not None:
+            self._variance.count_step()
         step = self._state.step
         if step is not None and step.optimizer_start is not None:
             step.optimizer_end = self._clock.mark()
+            self._memory.end_step(step.entry.local_batch)
 
     # State.
 
     def state_dict(self) -> dict[str, Any]:
         """Progress and everything learned, in plain types. Rank 0 has learned it: save there."""
         planner = None if self.coordinator is None else self.coordinator.planner.state_dict()
-        return {"version": 1, "progress": self.progress, "planner": planner}
+        return {"version": 1, "progress": self._progress.settle(), "planner": planner}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` returned, on every rank, and on another number of them too."""
         if not isinstance(state, dict) or state.get("version") != 1:
             raise StateError("not the state of a cannikin engine of version 1: load what engine.state_dict() returned")
-        self.progress = float(state["progress"])
+        self._progress.total = float(state["progress"])
         self._restored = state["planner"]
         if self.coordinator is not None and self._restored is not None:
             self.coordinator.restore(self._restored)
@@ -371,22 +412,17 @@ class Engine:
         plan, coordinator = self.plan, self.coordinator
         if plan is None or coordinator is None:
             return 1.0
-        trace, signal = coordinator.decision.noise_trace, coordinator.decision.signal_sqnorm
-        if not trace + signal > 0:  # not known, or no gradient at all
-            return 1.0
-        initial = coordinator.job.batch_size
-        worth = efficiency(plan.total_batch, initial_batch=initial, noise_trace=trace, signal_sqnorm=signal)
-        return float(worth) * plan.total_batch / initial
+        return coordinator.decision.gain(plan.total_batch, coordinator.job.batch_size)
 
     @property
     def noise_scale(self) -> float:
         """phi = S/G in samples, the same on every rank; NaN before it is known, inf where noise drowns the signal."""
-        if self.coordinator is None:
-            return float("nan")
-        trace, signal = self.coordinator.decision.noise_trace, self.coordinator.decision.signal_sqnorm
-        if trace != trace:
-            return trace
-        return trace / signal if signal > 0 else float("inf")
+        return float("nan") if self.coordinator is None else self.coordinator.decision.noise_scale
+
+    @property
+    def progress(self) -> float:
+        """B0-steps that training so far has been worth."""
+        return self._progress.total
 
     @property
     def lr_scale(self) -> float:
@@ -400,6 +436,7 @@ class Engine:
             initial_batch=coordinator.job.batch_size,
             gain=self.gain,
             progress=self.progress,
+            warmup_progress=self._warmup_steps,
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from cannikin.core.records import Job, Plan
@@ -22,6 +22,8 @@ class BatchEntry:
         is_padding: there were fewer samples than ranks: this rank takes part with weight 0.
         items: weight of this rank's batch in items (tokens), where the user counts those; None counts samples.
         checked: whether dimension 0 of forward's first tensor must be `local_batch`.
+        load_s: how long the loop waited for it.
+        loaded_alone: whether nothing else went on meanwhile, as in a loader without workers.
     """
 
     step: int
@@ -30,6 +32,8 @@ class BatchEntry:
     is_padding: bool = False
     items: float | None = None
     checked: bool = True
+    load_s: float = field(default=0.0, compare=False)
+    loaded_alone: bool = field(default=False, compare=False)
 
 
 class Feed(Protocol):
@@ -62,8 +66,11 @@ class Feed(Protocol):
     def hand_out(self, entry: BatchEntry) -> None:
         """A batch is being yielded: its backward is to be weighted and measured."""
 
-    def begin_epoch(self) -> None:
-        """A new iteration starts: batches of an abandoned one that were never trained on are forgotten."""
+    def begin_epoch(self, epoch: int, position: int) -> None:
+        """A new iteration starts, at this sample of this epoch on every rank.
+
+        Batches of an abandoned one that were never trained on are forgotten.
+        """
 
     def complete_epoch(self) -> None:
         """Every batch of the epoch has been handed out, on all ranks: what must agree at its end may be made to."""

@@ -79,7 +79,12 @@ class Exchange:
             if pending is not None:
                 pending[0].wait()
 
-    def check_agreement(self, settings: dict[str, Any]) -> None:
+    def broadcast_now(self, values: torch.Tensor) -> torch.Tensor:
+        """Rank 0's vector, on every rank."""
+        self.start_broadcast(values)
+        return self.finish_broadcast()
+
+    def check_agreement(self, settings: dict[str, Any], advice: str = "give every rank the same") -> None:
         """Raise the same error on every rank where they disagree on a setting, or where one of them refuses."""
         names = sorted(settings)
         mine = [_digest(settings[name]) for name in names] + [_digest(names)]
@@ -91,9 +96,7 @@ class Exchange:
         wrong = [name for name, differs in zip(names, differing, strict=True) if differs]
         if wrong:
             told = ", ".join(f"{name}={settings[name]!r}" for name in wrong)
-            raise DisagreementError(
-                f"ranks disagree on {', '.join(wrong)}; rank {self.rank} has {told}: give every rank the same"
-            )
+            raise DisagreementError(f"ranks disagree on {', '.join(wrong)}; rank {self.rank} has {told}: {advice}")
 
     def refuse(self, error: Exception) -> None:
         """Tell the ranks in `check_agreement` why this one cannot go on, so that they raise too; the caller raises."""
@@ -103,16 +106,23 @@ class Exchange:
 
     def _refusals(self, mine: str, num_settings: int) -> list[str]:
         """What ranks have against going on."""
-        text = torch.tensor(list(mine.encode()), dtype=torch.uint8)
+        text = mine.encode()
         heads = self._gather_now(torch.tensor([len(text), num_settings]), _REFUSAL if mine else None)
-        longest = int(heads[:, 0].max())
-        if longest == 0:
+        if not heads[:, 0].any():
             same = len(set(heads[:, 1].tolist())) == 1
             return [] if same else ["ranks pass different settings to the loader: run the same script on every rank"]
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: len(text)] = text
-        texts = zip(self._gather_now(padded), heads[:, 0].tolist(), strict=True)
-        return [bytes(row[:length].tolist()).decode() for row, length in texts if length]
+        return [told for told in self._gather_bytes(text, heads[:, 0].tolist()) if told]
+
+    def gather_text(self, mine: str) -> list[str]:
+        """A text of every rank, by rank."""
+        text = mine.encode()
+        return self._gather_bytes(text, self._gather_now(torch.tensor([len(text)]))[:, 0].tolist())
+
+    def _gather_bytes(self, mine: bytes, lengths: list[int]) -> list[str]:
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(mine)] = torch.tensor(list(mine), dtype=torch.uint8)
+        rows = zip(self._gather_now(padded), lengths, strict=True)
+        return [bytes(row[:length].tolist()).decode() for row, length in rows]
 
     def _gather_now(self, values: torch.Tensor, limit: timedelta | None = None) -> torch.Tensor:
         """A vector as long on every rank, from all of them, [n, length]; within `limit`, or else the group's own."""

@@ -3,6 +3,7 @@
 No `from __future__ import annotations` here: DDP compares the hook's annotations with the types themselves.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +18,28 @@ Future = torch.futures.Future[torch.Tensor]
 
 
 class HookState:
-    """What the hook needs between buckets: the group to sum over, the clock, and the step in progress."""
+    """What the hook needs between buckets.
 
-    def __init__(self, group: Any, clock: Clock) -> None:
+    Args:
+        group: the ranks to sum over.
+        clock: takes the marks.
+        inverse_variance: for norms of the preconditioned gradient, 1/v of these parameters as one flat tensor.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        clock: Clock,
+        inverse_variance: Callable[[Sequence[torch.Tensor]], torch.Tensor | None] | None = None,
+    ) -> None:
         self.group = group
         self.clock = clock
+        self.inverse_variance = inverse_variance
         self.step: StepInProgress | None = None
         self.item_sums: dict[int, Any] = {}  # step -> a call that waits for the number of items on all ranks
+        self.previous: dict[int, torch.Tensor] | None = None  # the last step's buckets, where one rank is alone
+        # NCCL's continuation runs in the order of a stream, gloo's on a host thread of its own.
+        self.mark_done = clock.mark if dist.get_backend(group) == "nccl" else clock.host_mark
 
 
 def weighted_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined,unused-ignore]
@@ -39,21 +55,27 @@ def weighted_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
     step.make_room(index + 1)
     step.ready[index] = clock.mark()
     step.synced = True
+    take_norms, scale = step.take_norms, None
+    if take_norms and state.inverse_variance is not None:
+        scale = state.inverse_variance(bucket.parameters())
+        take_norms = scale is not None
     if (step.entry.is_padding or weight == 0) and not step.accumulated:
         buffer.zero_()  # not multiplied by 0: 0 x NaN is NaN
     else:
-        if step.take_norms:
-            step.local_sqnorms[index] = _sqnorm(buffer)
+        if take_norms:
+            step.local_sqnorms[index] = _dot(buffer, buffer, scale)
         if weight != 1.0:
             buffer.mul_(weight)
     work = dist.all_reduce(buffer, group=state.group, async_op=True)
 
     def finish(future: Any) -> torch.Tensor:
-        step.done[index] = clock.host_mark()
+        step.done[index] = state.mark_done()
         result: torch.Tensor = future.value()[0]
-        if step.take_norms:
+        if take_norms:
             # A place for each bucket, no running sum: gloo ends two all-reduces at once, on two threads.
-            step.global_sqnorms[index] = _sqnorm(result)
+            step.global_sqnorms[index] = _dot(result, result, scale)
+            if state.previous is not None:
+                step.previous_dots[index] = _compare(state.previous, index, result, scale)
         return result
 
     result: Future = work.get_future().then(finish)
@@ -78,8 +100,21 @@ def _sum(state: HookState, buffer: torch.Tensor) -> Future:
     return result
 
 
-def _sqnorm(buffer: torch.Tensor) -> torch.Tensor:
-    """|buffer|^2, in float32 at least."""
-    if buffer.dtype in (torch.float16, torch.bfloat16):
-        buffer = buffer.float()
-    return torch.dot(buffer, buffer)
+def _dot(left: torch.Tensor, right: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """sum(left * right * scale), in float32 at least."""
+    if left.dtype in (torch.float16, torch.bfloat16):
+        left, right = left.float(), right.float()
+    return torch.dot(left, right) if scale is None else torch.dot(left * right, scale.to(left.dtype))
+
+
+def _compare(
+    previous: dict[int, torch.Tensor], index: int, bucket: torch.Tensor, scale: torch.Tensor | None
+) -> torch.Tensor | None:
+    """g . g' with the bucket of the step before, which this one takes the place of."""
+    before = previous.get(index)
+    if before is None or before.shape != bucket.shape or before.dtype != bucket.dtype:  # DDP has rebuilt its buckets
+        previous[index] = bucket.clone()
+        return None
+    dot = _dot(before, bucket, scale)
+    before.copy_(bucket)
+    return dot

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from cannikin.core.goodput import efficiency
 from cannikin.core.records import Plan
 
 __all__ = ["Decision", "decision_length", "decode_decision", "encode_decision"]
@@ -16,12 +17,31 @@ _HEAD = 7
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What rank 0 decided at the end of a window."""
+    """What rank 0 decided at the end of a window; `num_nonfinite` steps so far had a gradient that was not finite."""
 
     plan: Plan
     signal_sqnorm: float = float("nan")
     noise_trace: float = float("nan")
-    num_skipped: int = 0
+    num_nonfinite: int = 0
+
+    @property
+    def noise_scale(self) -> float:
+        """phi = S/G in samples; NaN where it is not known, inf where noise drowns the signal."""
+        if self.noise_trace != self.noise_trace:
+            return self.noise_trace
+        return self.noise_trace / self.signal_sqnorm if self.signal_sqnorm > 0 else float("inf")
+
+    def gain(self, total_batch: int, initial_batch: int) -> float:
+        """Initial-batch steps that one step at this total batch is worth; 1 where the noise scale is not known."""
+        if not self.noise_trace + self.signal_sqnorm > 0:  # not known, or no gradient at all
+            return 1.0
+        worth = efficiency(
+            total_batch,
+            initial_batch=initial_batch,
+            noise_trace=self.noise_trace,
+            signal_sqnorm=self.signal_sqnorm,
+        )
+        return float(worth) * total_batch / initial_batch
 
 
 def decision_length(num_ranks: int) -> int:
@@ -36,13 +56,13 @@ def encode_decision(decision: Decision) -> torch.Tensor:
     predicted_s = float("nan") if plan.predicted_step_s is None else plan.predicted_step_s
     floats = [predicted_s, decision.signal_sqnorm, decision.noise_trace]
     bits = torch.tensor(floats, dtype=torch.float64).view(torch.int64)
-    whole = [plan.first_step, plan.total_batch, phase, decision.num_skipped]
+    whole = [plan.first_step, plan.total_batch, phase, decision.num_nonfinite]
     return torch.cat([torch.tensor(whole), bits, torch.tensor(plan.local_batches + plan.micro_batches)])
 
 
 def decode_decision(values: torch.Tensor, *, reason: str) -> Decision:
     """What `encode_decision` was given; a reason does not travel, so the receiver states its own."""
-    first_step, total_batch, phase, num_skipped = (int(v) for v in values[:4])
+    first_step, total_batch, phase, num_nonfinite = (int(v) for v in values[:4])
     predicted_s, signal, trace = values[4:_HEAD].view(torch.float64).tolist()
     batches = values[_HEAD:].tolist()
     n = len(batches) // 2
@@ -55,4 +75,4 @@ def decode_decision(values: torch.Tensor, *, reason: str) -> Decision:
         phase=_PHASES[phase],
         reason=reason,
     )
-    return Decision(plan=plan, signal_sqnorm=signal, noise_trace=trace, num_skipped=num_skipped)
+    return Decision(plan=plan, signal_sqnorm=signal, noise_trace=trace, num_nonfinite=num_nonfinite)

@@ -6,7 +6,7 @@ import inspect
 import itertools
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -52,10 +52,12 @@ class HeteroDataParallel(DistributedDataParallel):
             overrides the default.
         weighting: "auto", "hook", "loss" or "none" (see `weighting`).
         lr_rule: "auto", "adascale", "adamscale", "linear", "sqrt", "legw" or "none".
+        warmup_steps: length of LEGW's warm-up at the initial batch.
         grad_scaler: the `torch.amp.GradScaler` in use, if any.
         comm_wrapper: DDP's `fp16_compress_wrapper` or `bf16_compress_wrapper`.
         observers: told of every window, plan and event, on rank 0.
         run_dir: folder for the run log, `runlog.jsonl`; None writes nothing.
+        profiles: file of what earlier runs learned about devices, to start from and to add to; None for neither.
         **ddp_kwargs: passed on to DDP.
     """
 
@@ -67,10 +69,12 @@ class HeteroDataParallel(DistributedDataParallel):
         policy: str | Planner | None = None,
         weighting: str = "auto",
         lr_rule: str = "auto",
+        warmup_steps: float = 0.0,
         grad_scaler: Any = None,
         comm_wrapper: Any = None,
-        observers: tuple[Observer, ...] = (),
+        observers: Sequence[Observer] = (),
         run_dir: str | Path | None = None,
+        profiles: str | Path | None = None,
         **ddp_kwargs: Any,
     ) -> None:
         device = next(module.parameters()).device
@@ -84,10 +88,12 @@ class HeteroDataParallel(DistributedDataParallel):
             policy=policy,
             weighting=weighting,
             lr_rule=lr_rule,
+            warmup_steps=warmup_steps,
             grad_scaler=grad_scaler,
             comm_wrapper=comm_wrapper,
             observers=observers,
             run_dir=run_dir,
+            profiles=profiles,
         )
         if self.engine.rank == 0:
             _log.info("%s; %s", self.engine.weighting_reason, self.engine.lr_reason)
@@ -96,7 +102,11 @@ class HeteroDataParallel(DistributedDataParallel):
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator,no-untyped-call]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """DDP's forward."""
-        return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        try:
+            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        except Exception as error:
+            self.engine.explain(error)
+            raise
 
     @property
     def plan(self) -> Plan | None:
@@ -160,14 +170,14 @@ class HeteroDataParallel(DistributedDataParallel):
 
         Args:
             batch: tensors of one length in dimension 0, in any nesting.
-            num_parts: how many; the plan's `micro_batches` of this rank where left out.
+            num_parts: how many; where left out, as many as this rank's memory asks for, as far as is known.
         """
         tensors = [x for x in pytree.tree_leaves(batch) if isinstance(x, torch.Tensor)]
         if not tensors:
             raise InvalidInputError("micro_batches() got no tensor to cut")
         size = len(tensors[0])
         if num_parts is None:
-            num_parts = 1 if self.plan is None else self.plan.micro_batches[self.engine.rank]
+            num_parts = self.engine.num_parts(size)
         bounds = torch.linspace(0, size, max(1, min(num_parts, size)) + 1).round().long().tolist()
         synced = self.require_backward_grad_sync  # False in an outer no_sync
         try:

@@ -5,6 +5,7 @@ So schedulers, logging and checkpoints see the user's own rate.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -17,8 +18,12 @@ __all__ = ["RateScaler", "choose_rule"]
 _ADAM_FAMILY = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SparseAdam")
 
 
-def choose_rule(lr_rule: str, optimizer: torch.optim.Optimizer) -> tuple[str, str]:
-    """The rule in force and a sentence that says why."""
+def choose_rule(lr_rule: str, optimizer: torch.optim.Optimizer, warmup_steps: float = 0.0) -> tuple[str, str]:
+    """The rule in force and a sentence that says why; `warmup_steps` is LEGW's alone."""
+    if warmup_steps < 0:
+        raise InvalidInputError(f"warmup_steps={warmup_steps} must not be negative")
+    if warmup_steps and lr_rule != "legw":
+        warnings.warn(f"warmup_steps is ignored: lr_rule={lr_rule!r}, and only 'legw' warms up", stacklevel=4)
     if lr_rule != "auto":
         if lr_rule not in LR_RULES:
             raise InvalidInputError(f"lr_rule={lr_rule!r} is unknown: choose one of auto, {', '.join(LR_RULES)}")

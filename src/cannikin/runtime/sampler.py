@@ -82,7 +82,8 @@ class HeteroBatchSampler(Sampler[list[int]]):
         if self._pass is not None:
             self._feed.end_epoch()
         this_pass = self._pass = object()
-        self._feed.begin_epoch()
+        place = self._passes.bookmark.next
+        self._feed.begin_epoch(place.epoch, place.position)
         try:
             for step, indices in self._passes.steps():
                 self._feed.hand_out(step.entry)

@@ -22,17 +22,20 @@ class StepInProgress:
     """
 
     entry: BatchEntry
+    previous_end: Any = None  # when the optimizer was done with the step before
     forward_start: Any = None
     backward_start: Any = None
     item_total: float | None = None  # items on all ranks, once they have been added up
     weight: float | None = None  # None: this rank's share
     accumulated: bool = False  # the buckets have gradients of earlier batches in them
     norm_scale: float = 1.0
+    loss_scale: torch.Tensor | None = None  # what a GradScaler multiplies this step's loss by
     take_norms: bool = True
     ready: list[Any] = field(default_factory=list)
     done: list[Any] = field(default_factory=list)
     local_sqnorms: list[torch.Tensor | None] = field(default_factory=list)  # bucket by bucket
     global_sqnorms: list[torch.Tensor | None] = field(default_factory=list)
+    previous_dots: list[torch.Tensor | None] = field(default_factory=list)  # with the gradient of the step before
     optimizer_start: Any = None
     optimizer_end: Any = None
     num_unsynced: int = 0  # backward passes under no_sync that went into this step's gradient
@@ -41,12 +44,16 @@ class StepInProgress:
 
     def make_room(self, num_buckets: int) -> None:
         """Places for the moments and norms of this many buckets."""
-        for places in (self.ready, self.done, self.local_sqnorms, self.global_sqnorms):
+        for places in (self.ready, self.done, self.local_sqnorms, self.global_sqnorms, self.previous_dots):
             places.extend([None] * (num_buckets - len(places)))
 
-    def sqnorms(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """|g_i|^2 of this rank's buckets and |g|^2 of everybody's, still on their device; None where not taken."""
-        return _total(self.local_sqnorms), _total(self.global_sqnorms)
+    def norms(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """|g_i|^2, |g|^2 and g . g' with the step before, still on their device; None where not taken."""
+        local, total, dot = (_total(parts) for parts in (self.local_sqnorms, self.global_sqnorms, self.previous_dots))
+        if self.loss_scale is None:
+            return local, total, dot
+        unscale = self.loss_scale.double().pow(-2)
+        return tuple(None if norm is None else norm * unscale for norm in (local, total, dot))  # type: ignore[return-value]
 
     @property
     def backward_began(self) -> bool:
@@ -57,26 +64,41 @@ class StepInProgress:
         """Durations instead of marks."""
         finished = self.synced and self.optimizer_end is not None and None not in self.done
         if not finished or self.forward_start is None or self.backward_start is None:
-            return StepRecord(entry=self.entry, valid=False)
+            return StepRecord(valid=False)
+        load_s = self.entry.load_s
         before = clock.seconds(self.forward_start, self.backward_start)
         before += clock.seconds(self.optimizer_start, self.optimizer_end)
+        done = [clock.seconds(self.backward_start, mark) for mark in self.done]
+        other = max(0.0, clock.seconds(self.backward_start, self.optimizer_start) - max(done))
+        if self.previous_end is not None:
+            other += max(0.0, clock.seconds(self.previous_end, self.forward_start) - load_s)
         return StepRecord(
-            entry=self.entry,
-            before_s=before,
+            before_s=before + (load_s if self.entry.loaded_alone else 0.0),
             ready_s=[clock.seconds(self.backward_start, mark) for mark in self.ready],
-            done_s=[clock.seconds(self.backward_start, mark) for mark in self.done],
+            done_s=done,
+            load_s=load_s,
+            other_s=other,
             valid=self.valid and self.num_unsynced == 0 and not self.entry.is_padding,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """The times of one finished step on one rank, seconds; all but `before_s` after the start of backward."""
+    """The times of one finished step on one rank, seconds.
 
-    entry: BatchEntry
+    Args:
+        before_s: forward, optimizer, and loading where nothing else goes on meanwhile.
+        ready_s, done_s: after the start of backward, bucket by bucket.
+        load_s: waiting for the batch.
+        other_s: between the steps, and between the last all-reduce and the optimizer: the user's own.
+        valid: whether the step counts.
+    """
+
     before_s: float = 0.0
     ready_s: list[float] = field(default_factory=list)
     done_s: list[float] = field(default_factory=list)
+    load_s: float = 0.0
+    other_s: float = 0.0
     valid: bool = True
 
 

@@ -14,7 +14,9 @@ __all__ = ["Clock", "CpuClock", "CudaClock", "make_clock"]
 
 
 class Clock(Protocol):
-    """Takes marks now and turns pairs of them into seconds later."""
+    """Takes marks now and turns pairs of them into seconds later; `lag` says how many steps later at least."""
+
+    lag: int
 
     def mark(self) -> Any:
         """This moment in the device's order of work."""
@@ -28,6 +30,8 @@ class Clock(Protocol):
 
 class CpuClock:
     """The host's clock: on a CPU, work is done when the call returns."""
+
+    lag = 0
 
     def mark(self) -> float:
         """Seconds on the host's clock."""
@@ -46,6 +50,8 @@ class CudaClock:
     A mark is an event, or a host time where a callback runs on a host thread (gloo's continuation): an event recorded
     there would queue behind backward's kernels and read late.
     """
+
+    lag = 1  # the host may be ahead of the device by most of a step
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -70,6 +76,7 @@ class CudaClock:
     def _host_s(self, mark: Any) -> float:
         if isinstance(mark, float):
             return mark
+        mark.synchronize()  # returns at once where the event is `lag` steps old and the host not further ahead
         return self._anchor_s + float(self._anchor.elapsed_time(mark)) / 1e3
 
 

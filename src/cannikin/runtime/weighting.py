@@ -18,8 +18,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from cannikin.errors import InvalidInputError
+from cannikin.runtime.step import StepInProgress
 
-__all__ = ["WEIGHTINGS", "choose_weighting", "has_batch_norm", "mark_outputs"]
+__all__ = ["WEIGHTINGS", "choose_weighting", "has_batch_norm", "mark_outputs", "weigh"]
 
 WEIGHTINGS = ("auto", "hook", "loss", "none")
 
@@ -39,6 +40,19 @@ def has_batch_norm(module: torch.nn.Module) -> bool:
     """Whether ranks normalise by statistics of their own batch."""
     kinds = (torch.nn.modules.batchnorm._BatchNorm,)
     return any(isinstance(m, kinds) and not isinstance(m, torch.nn.SyncBatchNorm) for m in module.modules())
+
+
+def weigh(step: StepInProgress, weighting: str, world_size: int, *, accumulating: bool) -> bool:
+    """Set what the hook multiplies by; return whether the gradient of forward's outputs is to be weighted instead.
+
+    Gradients that pile up under no_sync may stem from different splits, so they are weighted on their way in.
+    """
+    inward = weighting == "loss" or (weighting == "hook" and accumulating)
+    step.weight = None if weighting == "hook" and not inward else 1.0 / world_size
+    step.take_norms = step.take_norms and not accumulating
+    scale = world_size * step.entry.local_batch / step.entry.total_batch
+    step.norm_scale = 1.0 / scale**2 if inward and scale > 0 else 1.0
+    return inward
 
 
 class _Mark(torch.autograd.Function):
@@ -61,22 +75,25 @@ class _Mark(torch.autograd.Function):
         return None, gradient if scale == 1.0 else gradient * scale
 
 
-def mark_outputs(output: Any, callback: Any) -> Any:
-    """Pass every tensor of an output that has a gradient through the mark.
+def mark_outputs(output: Any, callback: Any) -> tuple[Any, int]:
+    """Pass every tensor of an output that has a gradient through the mark; the output, and how many those were.
 
     Args:
         output: what forward returned: a tensor, or tensors in lists, tuples, dicts, dataclasses and what pytree knows.
         callback: called at each marked output's backward; returns the factor on its gradient.
     """
+    num_marked = 0
 
     def mark(value: Any) -> Any:
+        nonlocal num_marked
         if isinstance(value, torch.Tensor) and value.requires_grad:
+            num_marked += 1
             return _Mark.apply(callback, value)  # type: ignore[no-untyped-call]
         if is_dataclass(value) and not isinstance(value, type):  # DDP looks into these too
             marked = copy.copy(value)
             for part in fields(value):
-                object.__setattr__(marked, part.name, mark_outputs(getattr(value, part.name), callback))
+                object.__setattr__(marked, part.name, pytree.tree_map(mark, getattr(value, part.name)))
             return marked
         return value
 
-    return pytree.tree_map(mark, output)
+    return pytree.tree_map(mark, output), num_marked

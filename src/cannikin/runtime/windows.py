@@ -1,59 +1,120 @@
 """Windows of steps between ranks: what one rank sends, and the `StepWindow` that rank 0 makes of it.
 
-Per step a rank sends [valid, b_i, before, |g_i|^2, |g|^2, ready_1..J, done_1..J], as float64.
+A rank sends [batches cut ahead, largest batch its memory holds] and for each step [valid, b_i, B, before, load, other,
+|g_i|^2, |g|^2, g . g', ready_1..J, done_1..J], as float64; g' is the gradient of the step before.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
-from cannikin.core.records import StepWindow
+from cannikin.core.records import NO_MAX, FloatArray, StepWindow
+from cannikin.errors import DisagreementError
+from cannikin.runtime.hostcopy import HostCopy
 from cannikin.runtime.step import StepInProgress
 from cannikin.runtime.timing import Clock
 
-__all__ = ["encode_steps", "merge_windows", "start_reading"]
+__all__ = ["Report", "encode_steps", "merge_windows", "start_reading"]
 
-_HEAD = 5
+_TOP = 2  # numbers before the steps
+_HEAD = 9  # numbers of a step before its buckets
+_NORMS = 3  # of them, norms
 
 
-def start_reading(steps: list[StepInProgress]) -> torch.Tensor:
-    """Begin to copy the norms of these steps to the host, [S, 2], NaN where not taken; nothing waits for it here."""
-    norms = [norm for step in steps for norm in step.sqnorms()]
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Report:
+    """What rank 0 makes of all ranks' vectors.
+
+    Args:
+        window: for the planner.
+        load_s: waiting for data, [S, n]; the window has it too where loading goes on beside the training.
+        other_s: the user's own work between steps beyond what is usual, [S, n].
+        num_ahead: batches that some rank has cut beyond the one in training.
+    """
+
+    window: StepWindow
+    load_s: FloatArray
+    other_s: FloatArray
+    num_ahead: int
+
+
+def start_reading(steps: list[StepInProgress]) -> HostCopy:
+    """Begin to copy the norms of these steps to the host, [S, 3], NaN where not taken."""
+    norms = [norm for step in steps for norm in step.norms()]
     device = next((norm.device for norm in norms if norm is not None), torch.device("cpu"))
     missing = torch.full((), torch.nan, device=device)
     # A norm that is not a number becomes infinite, for NaN says that none was taken.
     read = torch.stack([missing if n is None else n.float().nan_to_num(torch.inf, torch.inf) for n in norms])
-    return read.to("cpu", non_blocking=True).view(-1, 2)
+    return HostCopy(read.view(-1, _NORMS))
 
 
-def encode_steps(steps: list[StepInProgress], norms: torch.Tensor, clock: Clock, grad_scale: float) -> torch.Tensor:
-    """These steps as one vector; `grad_scale` is what a GradScaler multiplied the loss by."""
+def encode_steps(
+    steps: list[StepInProgress],
+    norms: HostCopy,
+    clock: Clock,
+    *,
+    num_ahead: int = 0,
+    max_batch: int = NO_MAX,
+) -> torch.Tensor:
+    """These steps as one vector.
+
+    What lies between steps every time (zeroing gradients, copying the batch to the device, clipping) is part of
+    `before`: its median over the window, so that an evaluation now and then is not.
+    """
+    records = [step.close(clock) for step in steps]
+    gaps = [record.other_s for record in records if record.valid]
+    usual = float(np.median(gaps)) if gaps else 0.0
     num_buckets = max((len(step.ready) for step in steps), default=0)
     rows = np.full((len(steps), _HEAD + 2 * num_buckets), np.nan)
-    for row, step, (local, total) in zip(rows, steps, norms.tolist(), strict=True):
-        record = step.close(clock)
+    for row, step, record, (local, total, dot) in zip(rows, steps, records, norms.read().tolist(), strict=True):
+        entry = step.entry
         valid = record.valid and len(record.ready_s) == num_buckets
-        row[:_HEAD] = valid, step.entry.local_batch, record.before_s, local * step.norm_scale, total
-        row[3:_HEAD] /= grad_scale**2
+        # Totals are compared between ranks; a batch of the user's own (use_batch) is not ours to check.
+        row[:3] = valid, entry.local_batch, entry.total_batch if entry.checked else 0
+        row[3:6] = record.before_s + usual, record.load_s, max(0.0, record.other_s - usual)
+        row[6:_HEAD] = local * step.norm_scale, total, dot
         if valid:
             row[_HEAD:] = [*record.ready_s, *record.done_s]
-    return torch.from_numpy(rows.ravel())
+    return torch.from_numpy(np.concatenate([[num_ahead, max_batch], rows.ravel()]))
 
 
-def merge_windows(sent: torch.Tensor, first_step: int, num_steps: int) -> StepWindow:
-    """All ranks' vectors, [n, S * (5 + 2 J)], as one window."""
+def merge_windows(sent: torch.Tensor, first_step: int, num_steps: int, *, loaded_alone: bool = False) -> Report:
+    """All ranks' vectors, [n, 2 + S * (9 + 2 J)], as one window; `loaded_alone` as in `BatchEntry`.
+
+    Raises `DisagreementError` where ranks cut a step differently: some samples would be seen twice, others never.
+    """
     ranks = sent.shape[0]
-    table = sent.numpy().reshape(ranks, num_steps, -1).swapaxes(0, 1)
+    top, table = sent[:, :_TOP].numpy(), sent[:, _TOP:].numpy().reshape(ranks, num_steps, -1).swapaxes(0, 1)
+    _check_cut(table[..., 1], table[..., 2], first_step)
     num_buckets = (table.shape[2] - _HEAD) // 2
     valid = table[..., 0] == 1
-    return StepWindow(
+    load_s, other_s = (np.where(valid, table[..., column], 0.0) for column in (4, 5))
+    window = StepWindow(
         first_step=first_step,
         local_batches=np.maximum(table[..., 1], 1).astype(np.int64),
-        before_s=np.where(valid, table[..., 2], 1.0),
+        before_s=np.where(valid, table[..., 3], 1.0),
         ready_s=np.where(valid[..., None], table[..., _HEAD : _HEAD + num_buckets], 1.0),
         done_s=np.where(valid[..., None], table[..., _HEAD + num_buckets :], 1.0),
-        local_sqnorm=table[..., 3].copy(),
-        global_sqnorm=table[:, 0, 4].copy(),
+        local_sqnorm=table[..., 6].copy(),
+        global_sqnorm=table[:, 0, 7].copy(),
         valid=valid,
+        load_s=np.zeros_like(load_s) if loaded_alone else load_s,
+        max_batch=top[:, 1].astype(np.int64),
+        previous_dot=table[:, 0, 8].copy(),
     )
+    return Report(window=window, load_s=load_s, other_s=other_s, num_ahead=int(top[:, 0].max()))
+
+
+def _check_cut(batches: FloatArray, totals: FloatArray, first_step: int) -> None:
+    """Every step's local batches, [S, n], must add up to the total that each rank took it for."""
+    wrong = (totals > 0).all(axis=1) & (totals != batches.sum(axis=1, keepdims=True)).any(axis=1)
+    if wrong.any():
+        step = int(wrong.argmax())
+        cut, total = batches[step].astype(int).tolist(), totals[step].astype(int).tolist()
+        raise DisagreementError(
+            f"ranks cut step {first_step + step} differently, into local batches {cut} of totals {total}: take "
+            "batches from the loader in the same order on every rank, none ahead of the others"
+        )

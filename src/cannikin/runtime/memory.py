@@ -1,0 +1,139 @@
+"""How large a local batch a GPU's memory holds, and what to say when it was too large.
+
+Peak memory is read on the few steps whose local batch is larger than any before, so steady training pays nothing, and
+nobody's statistics are reset.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from cannikin.core.records import NO_MAX
+
+__all__ = ["CudaMemory", "Memory", "MemoryGauge", "advise_when_uncaught", "is_out_of_memory", "largest_batch"]
+
+_HEADROOM = 0.9  # of the memory there is: fragments, libraries' workspaces and the unforeseen need the rest
+_FIRST_STEPS = 2  # before the optimizer has its state, a step needs less than it will
+
+
+class Memory(Protocol):
+    """A device's memory as this process sees it, in bytes."""
+
+    def allocated(self) -> int:
+        """In use by tensors now."""
+
+    def peak(self) -> int:
+        """The most that ever was."""
+
+    def limit(self) -> int:
+        """What this process may take in all."""
+
+
+class CudaMemory:
+    """`torch.cuda`'s own statistics."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def allocated(self) -> int:
+        """See `Memory`."""
+        return torch.cuda.memory_allocated(self._device)
+
+    def peak(self) -> int:
+        """See `Memory`."""
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def limit(self) -> int:
+        """What is free now and what torch has taken already, within a fraction that the user set."""
+        free, total = torch.cuda.mem_get_info(self._device)
+        fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)(self._device)
+        return int(min(free + torch.cuda.memory_reserved(self._device), fraction * total))
+
+
+def largest_batch(batches: list[int], peaks: list[int], limit: int) -> int:
+    """The largest batch within the limit, by a line through peak memory against local batch; 0 samples are a point too.
+
+    Never less than the largest batch seen, for that one went through.
+
+    Example:
+        >>> largest_batch([0, 32, 64], [1000, 4200, 7400], 20_000)
+        170
+        >>> largest_batch([0, 32, 64], [1000, 4200, 7400], 5000)
+        64
+    """
+    if len(set(batches)) < 2:
+        return NO_MAX
+    slope, base = np.polyfit(batches, peaks, 1).tolist()
+    if slope <= 0:
+        return NO_MAX
+    return max(int((_HEADROOM * limit - base) / slope), max(batches))
+
+
+class MemoryGauge:
+    """Learns from peak memory how large a local batch may become. `memory` is None where there is nothing to read."""
+
+    def __init__(self, memory: Memory | None) -> None:
+        self.max_batch = NO_MAX
+        self.largest = 0  # the largest local batch that a step was finished with
+        self._memory = memory
+        self._num_steps = 0
+        self._points: list[tuple[int, int]] = []
+        self._before: tuple[int, int] | None = None  # allocated and peak before the step in hand
+
+    def begin_step(self, local_batch: int) -> None:
+        """A step with this local batch is about to begin."""
+        self._num_steps += 1
+        self._before = None
+        if self._memory is not None and self._num_steps > _FIRST_STEPS and local_batch > self.largest:
+            self._before = self._memory.allocated(), self._memory.peak()
+
+    def end_step(self, local_batch: int) -> None:
+        """It went through."""
+        if self._num_steps > _FIRST_STEPS or self._memory is None:
+            self.largest = max(self.largest, local_batch)
+        if self._memory is None or self._before is None:
+            return
+        (allocated, peak_before), self._before = self._before, None
+        peak = self._memory.peak()
+        if peak > peak_before:  # else something other than this step needed more
+            self._points = [*(self._points or [(0, allocated)]), (local_batch, peak)]
+            batches, peaks = (list(column) for column in zip(*self._points, strict=True))
+            self.max_batch = largest_batch(batches, peaks, self._memory.limit())
+
+    def advice(self, rank: int, local_batch: int) -> str:
+        """What to tell someone whose rank has run out of memory with this local batch."""
+        fits = f"the largest that went through is {self.largest}" if self.largest else "none has gone through yet"
+        bound = self.largest if 0 < self.largest < local_batch else max(1, local_batch // 2)
+        return (
+            f"cannikin: rank {rank} ran out of memory with a local batch of {local_batch} ({fits}). Bound it: "
+            f"HeteroDataLoader(..., local_bounds=(1, {bound})), or one pair a rank; or cut the batch with "
+            "model.micro_batches(batch)"
+        )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there was not enough memory, on a GPU or on the host."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def advise_when_uncaught(owner: Any) -> None:
+    """Add `owner.explain(error)` to an error that ends the program: backward raises where no code of ours is around.
+
+    The owner is not kept alive by this, and whoever handles such errors already is asked next.
+    """
+    reference, handle = weakref.ref(owner), sys.excepthook
+
+    def explained(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        engine = reference()
+        if engine is not None:
+            engine.explain(error)
+        handle(kind, error, trace)
+
+    sys.excepthook = explained

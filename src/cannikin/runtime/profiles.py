@@ -1,0 +1,107 @@
+"""What earlier runs learned about a device: `profiles=PATH`, one JSON file for all models and devices.
+
+A profile is a start, not a truth: whatever is measured soon outweighs it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import socket
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cannikin.runlog import RankInfo
+from cannikin.runtime.exchange import Exchange
+
+__all__ = ["ProfileStore", "device_name", "introduce", "model_key"]
+
+_FORMAT = "cannikin-profiles"
+_VERSION = 1
+
+
+def device_name(device: torch.device) -> str:
+    """What tells one kind of device from another, such as "NVIDIA A100-SXM4-80GB" or a processor's name.
+
+    A share of a card (MPS) is a device of its own. CANNIKIN_DEVICE overrides it.
+    """
+    named = os.environ.get("CANNIKIN_DEVICE")
+    if named:
+        return named
+    if device.type == "cuda":
+        share = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
+        return torch.cuda.get_device_name(device) + (f", {share}% share" if share else "")
+    return f"{_processor()}, {torch.get_num_threads()} threads"
+
+
+def introduce(exchange: Exchange, device: torch.device) -> list[RankInfo]:
+    """Who the ranks are, by rank; the same list on all of them, which must all ask."""
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    mine = {"host": socket.gethostname(), "device": device_name(device), "memory_bytes": memory}
+    return [RankInfo(**json.loads(text)) for text in exchange.gather_text(json.dumps(mine))]
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def model_key(module: torch.nn.Module, *, scaled: bool) -> str:
+    """What tells one model and precision from another: names and shapes of its parameters; `scaled` is a GradScaler."""
+    shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters()]
+    digest = hashlib.blake2b(json.dumps([shapes, scaled]).encode(), digest_size=8).hexdigest()
+    return f"{type(module).__name__}-{digest}"
+
+
+class ProfileStore:
+    """Profiles by model and device, in one file that is replaced whole: a reader never sees half of one."""
+
+    def __init__(self, path: str | Path, model: str) -> None:
+        self._path = Path(path)
+        self._model = model
+
+    def load(self, devices: list[str]) -> list[dict[str, Any] | None]:
+        """The profile of each of these devices, None where there is none; a file that cannot be read warns."""
+        known = (self._read() or {}).get(self._model, {})
+        return [known.get(device) for device in devices]
+
+    def save(self, devices: list[str], profiles: list[dict[str, Any] | None]) -> None:
+        """Put these profiles in place of older ones; of several ranks on one kind of device the first is kept."""
+        found = {d: p for d, p in reversed(list(zip(devices, profiles, strict=True))) if p is not None}
+        models = self._read()
+        if not found or models is None:  # what is not ours is not overwritten
+            return
+        models[self._model] = {**models.get(self._model, {}), **found}
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"format": _FORMAT, "version": _VERSION, "models": models})
+        with tempfile.NamedTemporaryFile("w", dir=self._path.parent, delete=False) as file:
+            file.write(text)
+        os.replace(file.name, self._path)
+
+    def _read(self) -> dict[str, Any] | None:
+        """Profiles by model and device; None where there is a file that has none."""
+        if not self._path.exists():
+            return {}
+        try:
+            content = json.loads(self._path.read_text())
+            if content["format"] != _FORMAT or content["version"] != _VERSION:
+                raise ValueError(f"format {content['format']!r}, version {content['version']!r}")
+            models: dict[str, Any] = content["models"]
+            return models
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            warnings.warn(
+                f"profiles={str(self._path)!r} cannot be read and is left out ({error}): every rank is learned afresh",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return None
