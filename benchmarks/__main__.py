@@ -12,7 +12,7 @@ def main(names: list[str]) -> int:
     known = [
         module.name
         for module in pkgutil.iter_modules(benchmarks.__path__)
-        if module.name not in ("__main__", "synthetic")
+        if module.name not in ("__main__", "synthetic", "gpu_models", "gpu_ranks")
     ]
     unknown = sorted(set(names) - set(known))
     if unknown:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cannikin.core.perf import Cluster, Curve
 from cannikin.core.records import NO_MAX
 
-KINDS = ("two-point", "bounds", "floors", "buckets", "large fixed costs", "ties", "flats")
+KINDS = ("two-point", "bounds", "floors", "buckets", "large fixed costs", "ties", "flats", "loading")
 """What an instance stresses; every kind but the first has bounds in half of its instances."""
 
 
@@ -39,7 +39,24 @@ def draw_cluster(rng: np.random.Generator, kind: str, num_ranks: int) -> Cluster
         curves.append(Curve(fixed_s=times(fixed_s), per_sample_s=slope, floor_s=floor))
     gammas, tails_s = _draw_buckets(rng, kind, num_ranks)
     low, high = _draw_bounds(rng, kind, num_ranks)
-    return Cluster(forward=curves[0], backward=curves[1], gammas=gammas, tails_s=tails_s, min_batch=low, max_batch=high)
+    load = _draw_load(rng, num_ranks) if kind == "loading" else None
+    return Cluster(
+        forward=curves[0],
+        backward=curves[1],
+        gammas=gammas,
+        tails_s=tails_s,
+        min_batch=low,
+        max_batch=high,
+        load=load,
+    )
+
+
+def _draw_load(rng: np.random.Generator, num_ranks: int) -> Curve:
+    """Loading that some ranks wait for: lines, half of them through the origin, floors, and ranks without any."""
+    slow = rng.random(num_ranks) < 0.7
+    slope, fixed_s = rng.uniform(0, 10, num_ranks) * slow, rng.uniform(0, 20, num_ranks) * slow
+    floor_s = rng.uniform(0, 40, num_ranks) * (slow & (rng.random(num_ranks) < 0.2))
+    return Curve(fixed_s=fixed_s * (rng.random(num_ranks) < 0.5), per_sample_s=slope, floor_s=floor_s)
 
 
 def _draw_buckets(rng: np.random.Generator, kind: str, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
@@ -71,12 +88,12 @@ def draw_total(rng: np.random.Generator, cluster: Cluster, per_rank: int) -> int
 def finish_table(cluster: Cluster, top: int) -> np.ndarray:
     """t_i(b) for b = 0..top straight from the curves and buckets, [n, top + 1]; inf outside the bounds."""
     batches = np.arange(top + 1)[:, None]
-    forward, backward = (
+    forward, backward, load = (
         np.maximum(curve.floor_s, curve.fixed_s + curve.per_sample_s * batches)
-        for curve in (cluster.forward, cluster.backward)
+        for curve in (cluster.forward, cluster.backward, cluster.load)
     )
     buckets = zip(cluster.gammas.T, cluster.tails_s, strict=True)
-    table = np.max([forward + share * backward + tail for share, tail in buckets], axis=0)
+    table = np.max([load, *(forward + share * backward + tail for share, tail in buckets)], axis=0)
     table[(batches < cluster.min_batch) | (batches > cluster.max_batch)] = np.inf
     return table.T
 

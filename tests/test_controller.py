@@ -122,6 +122,16 @@ def test_the_predicted_step_time_follows_the_measured_one() -> None:
     assert plan.predicted_step_s == pytest.approx(float(np.median(window.step_s)), rel=0.03)
 
 
+def test_what_jitter_adds_to_a_step_is_part_of_its_predicted_time() -> None:
+    # The slowest of eight equal ranks that scatter by 10% is about 14% late: nothing that a rank's own curve tells.
+    cluster = cluster_of([1.0] * 8)
+    training = Training(Controller(Job(num_ranks=8, batch_size=512)), np.random.default_rng(8))
+    plan = training.run(cluster, 100, noise=0.1, outliers=0.0)
+    window = measure(cluster, [plan] * 400, training.rng, noise=0.1, outliers=0.0)
+    assert plan.predicted_step_s == pytest.approx(float(np.median(window.step_s)), rel=0.03)
+    assert plan.predicted_step_s > 1.07 * step_time(cluster, plan.local_batches)
+
+
 def test_bounds_hold_in_every_phase() -> None:
     cluster = cluster_of([1.0, 0.5, 0.25])
     job = Job(num_ranks=3, batch_size=120, min_local=(1, 30, 20), max_local=(60, 200, 200))
@@ -145,6 +155,16 @@ def test_the_total_batch_grows_with_the_noise_scale_and_never_beyond_its_limit()
         sizes = [plan.total_batch for plan in training.plans]
         assert max(b / a for a, b in itertools.pairwise(sizes)) <= 2.0
     assert totals[10.0] < totals[1e3] <= totals[1e6] == 1536
+
+
+def test_the_noise_scale_is_believed_from_twenty_steps_on() -> None:
+    job = Job(num_ranks=3, batch_size=96, max_batch_size=1536)
+    training = Training(Controller(job), np.random.default_rng(12))
+    cluster = cluster_of([1.0, 0.5, 0.25], overlapped_s=1.0)
+    plan = training.run(cluster, 15, noise=0.02, sqnorms=(1.0, 1e6))
+    assert plan.total_batch == 96
+    assert "noise scale not known yet (15 of 20 steps)" in plan.reason
+    assert training.run(cluster, 5, noise=0.02, sqnorms=(1.0, 1e6)).total_batch > 96
 
 
 def test_without_a_maximum_the_total_stays() -> None:

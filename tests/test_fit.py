@@ -144,6 +144,20 @@ def test_the_learner_recovers_a_noisy_cluster() -> None:
         assert cluster.backward.at(batches) == pytest.approx(truth.backward.at(batches), rel=0.03)
 
 
+def test_each_rank_has_overlap_ratios_of_its_own() -> None:
+    truth = Cluster(
+        forward=Curve(fixed_s=[0.004, 0.004], per_sample_s=[1e-4, 1e-4]),
+        backward=Curve(fixed_s=[0.006, 0.006], per_sample_s=[2e-4, 2e-4]),
+        gammas=[[0.1, 0.5, 1.0], [0.3, 0.8, 1.0]],
+        tails_s=[0.009, 0.005, 0.002],
+    )
+    learner = Learner(2)
+    learner.observe(measure(truth, [make_plan(0, (32, 32), phase="even", reason="")] * 20, RNG(4), noise=0.02))
+    cluster = learner.model(np.array([1, 1]), np.array([99, 99])).cluster
+    assert cluster is not None
+    assert cluster.gammas == pytest.approx(truth.gammas, rel=0.05)
+
+
 def test_before_the_first_step_the_learner_says_that_it_knows_nothing() -> None:
     fit = Learner(2).model(np.array([1, 1]), np.array([9, 9]))
     assert fit.cluster is None

@@ -26,7 +26,14 @@ def simulate(cluster: Cluster, local_batches: np.ndarray) -> float:
             )
             ready_s.append(before_s + cluster.gammas[rank, bucket] * backward_s)
         done_s = max(*ready_s, done_s) + cost_s
-    return done_s
+    load = cluster.load
+    loaded_s = [
+        max(floor_s, fixed_s + slope * batch)
+        for floor_s, fixed_s, slope, batch in zip(
+            load.floor_s, load.fixed_s, load.per_sample_s, local_batches, strict=True
+        )
+    ]
+    return max(done_s, *loaded_s)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -132,6 +139,7 @@ def test_a_curve_says_what_is_wrong_with_it(arguments: dict[str, Any], words: st
         ({"min_batch": [1, 1]}, "min_batch describes 2 ranks, forward describes 3"),
         ({"max_batch": [9] * 4}, "max_batch describes 4 ranks"),
         ({"names": ["a"]}, "names describes 1 ranks"),
+        ({"load": Curve(fixed_s=[1.0], per_sample_s=[1.0])}, "load describes 1 ranks"),
         ({"min_batch": [0, 1, 1]}, "need 1 <= min_batch <= max_batch"),
         ({"min_batch": [5, 5, 5], "max_batch": [9, 4, 9]}, "need 1 <= min_batch <= max_batch"),
         ({"min_batch": 2}, "min_batch=2.0: give one whole number a rank"),

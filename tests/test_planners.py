@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -98,6 +99,18 @@ def test_adaptdl_splits_evenly_and_chooses_its_total_once_an_epoch() -> None:
     assert all(max(plan.local_batches) - min(plan.local_batches) <= 1 for plan in training.plans)
 
 
+def test_adaptdls_first_choice_counts_however_small_its_gain_and_later_ones_only_above_five_per_cent() -> None:
+    job = Job(num_ranks=3, batch_size=96, max_batch_size=960, num_samples=96 * 20)
+    training = Training(make_planner("adaptdl", job), np.random.default_rng(7))
+    quiet = {"noise": 0.0, "outliers": 0.0}
+    first = training.run(CLUSTER, 20, sqnorms=(1.0, 70.0), **quiet)
+    assert first.total_batch > 96
+    assert 0 < float(first.reason.split("goodput +")[1].split("%")[0]) <= 4
+    # A little more noise would make the best total a little larger, for too small a gain.
+    later = training.run(CLUSTER, 200, sqnorms=(1.0, 91.0), **quiet)
+    assert later.total_batch == first.total_batch
+
+
 def test_adaptdls_model_is_recovered_from_its_own_times() -> None:
     local = np.array([8.0, 16.0, 32.0, 64.0])
     for truth in ((0.004, 2e-4, 0.006, 1.0), (0.004, 2e-4, 0.006, 3.0)):
@@ -141,6 +154,23 @@ def test_the_paper_never_hands_out_negative_batches() -> None:
     assert "rank1 would get -155.96 samples" in plan.reason
     assert min(plan.local_batches) >= 1
     assert plan.total_batch == pytest.approx(64, abs=1)
+
+
+def test_the_papers_gamma_is_the_mean_over_the_whole_run() -> None:
+    def predicted_s(gammas: list[float]) -> float:
+        training = Training(
+            PaperPlanner(Job(num_ranks=3, batch_size=192, num_samples=192 * 20)), np.random.default_rng(3)
+        )
+        for gamma in gammas:
+            plan = training.run(replace(comm_bound, gammas=np.tile([gamma, 1.0], (3, 1))), 20, noise=0.01, outliers=0.0)
+        assert plan.phase == "optperf"
+        assert plan.predicted_step_s is not None
+        return plan.predicted_step_s
+
+    comm_bound = replace(CLUSTER, tails_s=np.array([0.5, 0.01]))
+    low_s, high_s = predicted_s([0.2] * 4), predicted_s([0.6] * 4)
+    assert low_s < high_s
+    assert low_s + 0.2 * (high_s - low_s) < predicted_s([0.2, 0.2, 0.6, 0.6]) < high_s - 0.2 * (high_s - low_s)
 
 
 def test_equation_8_gives_batches_in_inverse_proportion_within_the_bounds() -> None:

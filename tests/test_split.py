@@ -55,6 +55,9 @@ def programme(cluster: Cluster, unit_s: float) -> tuple[np.ndarray, np.ndarray, 
     for share, tail in zip(cluster.gammas.T, cluster.tails_s, strict=True):
         blocks.append(np.hstack([none, eye, np.diag(share), -np.ones((n, 1))]))
         limits.append(np.full(n, -tail / unit_s))
+    for slope, fixed_s in ((cluster.load.per_sample_s, cluster.load.fixed_s), (np.zeros(n), cluster.load.floor_s)):
+        blocks.append(np.hstack([np.diag(slope / unit_s), none, none, -np.ones((n, 1))]))
+        limits.append(-fixed_s / unit_s)
     lower = np.concatenate([cluster.min_batch, forward.floor_s / unit_s, backward.floor_s / unit_s, [0.0]])
     return np.vstack(blocks), np.concatenate(limits), lower
 

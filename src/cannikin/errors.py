@@ -10,6 +10,7 @@ __all__ = [
     "ClusterFileError",
     "DisagreementError",
     "InvalidInputError",
+    "MechanismError",
     "RunLogError",
     "StateError",
 ]
@@ -41,3 +42,7 @@ class DisagreementError(InvalidInputError):
 
 class BatchMatchError(CannikinError, RuntimeError):
     """A forward pass cannot be matched to a batch that the loader handed out."""
+
+
+class MechanismError(CannikinError, RuntimeError):
+    """This machine cannot make the cluster that the lab was asked for; the message says what is missing."""

@@ -19,7 +19,9 @@ __all__ = ["main"]
 
 # Verb -> its line in `cannikin --help`. The verb's module has it as `command`.
 _VERBS = {
+    "demo": "Train on ranks of different speed under several policies, and compare.",
     "plan": "The best split of a total batch over a cluster's ranks.",
+    "lab": "Run a torchrun script on a cluster of unlike ranks, made on this machine.",
 }
 
 

@@ -39,6 +39,7 @@ _MEANINGS = {
     "floor": "launching its kernels takes that long, whatever the batch",
     "min_batch": "slower than the rest even with its smallest batch",
     "max_batch": "it has its largest batch",
+    "loading": "its loader needs that long for a batch",
 }
 
 
@@ -63,7 +64,7 @@ def print_split(heading: str, cluster: Cluster, split: Split, even_s: float | No
 
 def _runs(cluster: Cluster, split: Split) -> Iterator[tuple[int, int, str, int, float, str]]:
     """First rank, last rank, name, local batch, time and bottleneck of each run of ranks that agree in all of them."""
-    finish_s = cluster.bucket_times(split.local_batches).max(axis=1).tolist()
+    finish_s = cluster.finish_s(split.local_batches).tolist()
     ranks = zip(cluster.names, split.local_batches, finish_s, split.bottlenecks, strict=True)
     first = 0
     for (name, batch, time_s, kind), run in groupby(ranks):
@@ -75,7 +76,7 @@ def _runs(cluster: Cluster, split: Split) -> Iterator[tuple[int, int, str, int, 
 def _summary(cluster: Cluster, split: Split, total_batch: int, even_s: float | None) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     grid.add_row("step time", Text(_ms(split.step_s), style="bold"))
-    last = int(cluster.bucket_times(split.local_batches).max(axis=1).argmax())
+    last = int(cluster.finish_s(split.local_batches).argmax())
     grid.add_row("slowest", f"rank {last} ({cluster.names[last]}): {_MEANINGS[split.bottlenecks[last]]}")
     size = total_batch / cluster.num_ranks
     each = f"{size:,.0f}" if size == int(size) else f"{int(size):,} or {int(size) + 1:,}"

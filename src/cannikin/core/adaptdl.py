@@ -17,7 +17,16 @@ import numpy as np
 
 from cannikin.core.goodput import choose_total, total_grid
 from cannikin.core.noise_tracker import NoiseTracker
-from cannikin.core.plans import even_batches, load_plan, make_plan, restoring, save_plan
+from cannikin.core.noise_windows import observe_noise
+from cannikin.core.plans import (
+    even_batches,
+    held_by_memory,
+    load_plan,
+    make_plan,
+    restoring,
+    save_plan,
+    within_bounds,
+)
 from cannikin.core.records import FloatArray, Job, Plan, StepWindow
 
 __all__ = ["AdaptdlPlanner", "fit_replicas", "replica_times"]
@@ -30,6 +39,7 @@ class AdaptdlPlanner:
 
     def __init__(self, job: Job, *, batch_norm: bool = False) -> None:
         self.job = job
+        self._own_job = job
         self.noise = NoiseTracker(initial_batch=job.batch_size, batch_norm=batch_norm)
         self._plan = make_plan(0, even_batches(job, job.batch_size), phase="even", reason="even split at B0")
         self._points: dict[int, list[float]] = {}  # total batch -> [steps, sum of T_grad, sum of T]
@@ -39,18 +49,19 @@ class AdaptdlPlanner:
 
     def observe(self, window: StepWindow) -> None:
         """Add up compute and step times by total batch; the noise scale step by step."""
+        self.job = self._own_job.limited(window.max_batch, self._plan.total_batch)
         for s in np.flatnonzero(window.valid.all(axis=1)):
             point = self._points.setdefault(int(window.local_batches[s].sum()), [0.0, 0.0, 0.0])
             point[0] += 1
             point[1] += float((window.before_s[s] + window.ready_s[s, :, -1]).mean())
-            point[2] += float(window.step_s[s].mean())
-            if window.num_ranks > 1 and not np.isnan(window.local_sqnorm[s]).all():
-                self.noise.update(window.local_batches[s], window.local_sqnorm[s], float(window.global_sqnorm[s]))
+            point[2] += float(window.interval_s[s].mean())
+        observe_noise(self.noise, window)
         self._samples += int(window.local_batches.sum())
         self._epoch = self._samples // (self.job.num_samples or _EPOCH_STEPS * self.job.batch_size)
 
     def plan(self, step: int) -> Plan:
         """At a new epoch the total with the best goodput, evenly split; else the plan in force."""
+        self._plan = within_bounds(self._plan, self.job, step)
         fixed = self.job.largest_total == self.job.batch_size
         if fixed or self._epoch == self._decided_epoch or not self._points or not self.noise.num_steps:
             return self._plan
@@ -63,7 +74,9 @@ class AdaptdlPlanner:
         if choice.total_batch != now:
             batches = even_batches(self.job, choice.total_batch)
             predicted_s = float(step_s[grid == choice.total_batch][0])
-            self._plan = make_plan(step, batches, phase="even", reason=choice.reason, predicted_step_s=predicted_s)
+            biased = ["noise scale biased: one rank compares consecutive steps"] if "biased" in self.noise.flags else []
+            reason = "; ".join([choice.reason, *biased, *held_by_memory(self._own_job, self.job, batches)])
+            self._plan = make_plan(step, batches, phase="even", reason=reason, predicted_step_s=predicted_s)
         return self._plan
 
     def _fit(self) -> tuple[float, float, float, float]:
@@ -83,7 +96,7 @@ class AdaptdlPlanner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` returned."""
         with restoring("AdaptDL planner"):
-            self._plan = load_plan(state["plan"], self.job)
+            self._plan = load_plan(state["plan"], self._own_job)
             self.noise.load_state_dict(state["noise"])
             self._points = {int(total): list(point) for total, *point in state["points"]}
             self._samples, self._epoch, self._decided_epoch = state["counters"]

@@ -273,6 +273,8 @@ def _beyond_the_model(cluster: Cluster) -> str:
         floored = curve.floor_s > curve.fixed_s
         if floored.any():
             return f"{cluster.names[int(floored.argmax())]} has a floor on {name}: the paper's model is linear"
+    if cluster.loads:
+        return "some rank has a loading time: the paper's model has none"
     return ""
 
 

@@ -16,11 +16,22 @@ import numpy as np
 from cannikin.core.goodput import choose_total, total_grid
 from cannikin.core.learner import Learner, ModelFit
 from cannikin.core.noise_tracker import NoiseTracker
+from cannikin.core.noise_windows import observe_noise
 from cannikin.core.perf import Cluster, step_time
-from cannikin.core.plans import even_batches, inverse_batches, load_plan, make_plan, restoring, save_plan
-from cannikin.core.records import FloatArray, Job, Plan, Split, StepWindow
+from cannikin.core.plans import (
+    even_batches,
+    held_by_memory,
+    inverse_batches,
+    load_plan,
+    make_plan,
+    restoring,
+    save_plan,
+    within_bounds,
+)
+from cannikin.core.profiles import load_profiles, save_profiles
+from cannikin.core.records import Job, Plan, Split, StepWindow
 from cannikin.core.split import SplitSolver
-from cannikin.errors import StateError
+from cannikin.errors import InvalidInputError, StateError
 
 __all__ = ["Controller", "window_steps"]
 
@@ -30,6 +41,7 @@ _GROWTH = 2.0  # nor does the total batch grow by more than this at a time: time
 # a rank's time is known. The best of n noisy times looks 1 to 2 times that better than it is: equal ranks stay even.
 _SAME, _STAY, _EVEN = 0.002, 0.25, 1.5
 _NOISE_STEPS = 20  # steps before the noise scale is believed
+_LOADING = 0.9  # a rank whose loader takes this share of a step at least is said to wait for its data
 
 
 def window_steps(first_step: int) -> int:
@@ -41,7 +53,8 @@ class Controller:
     """The planner behind `policy="cannikin"`."""
 
     def __init__(self, job: Job, *, batch_norm: bool = False) -> None:
-        self.job = job
+        self.job = job  # with the bounds that memory sets at present
+        self._own_job = job
         self.learner = Learner(job.num_ranks)
         self.noise = NoiseTracker(initial_batch=job.batch_size, batch_norm=batch_norm)
         even = even_batches(job, job.batch_size)
@@ -62,9 +75,34 @@ class Controller:
             ]
         ]
         self._in_force = bool((window.local_batches == self._current.local_batches).all(axis=1).any())
-        self._observe_noise(window)
+        observe_noise(self.noise, window)
+        self.job = self._own_job.limited(window.max_batch, self._current.total_batch)
         self._model = self.learner.model(*self.job.bounds)
         self._observe_excess(window, self._model.cluster)
+
+    def profiles(self) -> list[dict[str, Any] | None]:
+        """What is known of each rank's device, for `start_from` of a later run (`profiles`); None where nothing is."""
+        return save_profiles(self.learner)
+
+    def start_from(self, profiles: list[dict[str, Any] | None]) -> None:
+        """Before the first window: begin with what another run learned of these ranks' devices.
+
+        Where all ranks are known the first plan is OptPerf of that, else the even split. Profiles weigh little: a few
+        steps that say otherwise outweigh them. A damaged one raises StateError.
+        """
+        if np.isfinite(self.learner.batch_range()[0]).any():
+            raise InvalidInputError("start_from comes too late, after steps have been measured: call it on a new run")
+        known = load_profiles(self.learner, profiles)
+        model = self.learner.model(*self.job.bounds)
+        if model.cluster is None:
+            missing = ", ".join(str(rank) for rank in np.flatnonzero(~known))
+            self._current = replace(self._current, reason=f"even split: no stored profile of rank {missing}")
+            return
+        split = self._solver(model.cluster).split(self._current.total_batch)
+        if not split.feasible:
+            self._current = replace(self._current, reason=f"even split: the stored profiles end early, {split.reason}")
+            return
+        self._current = self._settle(0, model.cluster, split, [f"from stored profiles of all {len(known)} ranks"])
 
     def plan(self, step: int) -> Plan:
         """The plan from `step` on; without a new window, the one that is in force."""
@@ -75,19 +113,18 @@ class Controller:
         return self._current
 
     def _decide(self, step: int, model: ModelFit) -> Plan:
+        before, self._current = self._current, within_bounds(self._current, self.job, step)
         now = self._current
         if model.cluster is None:
-            return replace(now, reason=f"kept: {model.reason}")
+            return replace(now, reason=f"kept: {model.reason}") if now is before else now
         smallest, largest = self.learner.batch_range()
-        if now.phase == "even" and not (largest > smallest).any():
-            batches = np.array(now.local_batches)
-            return self._second(
-                step, (model.cluster.forward.at(batches) + model.cluster.backward.at(batches)) / batches
-            )
+        if now.phase == "even" and self.job.num_ranks > 1 and not (largest > smallest).any():
+            second = self._second(step, model.cluster)
+            if second.local_batches != now.local_batches:  # equal ranks have no second batch size to see
+                return second
         if now.phase == "inverse" and not self._in_force:
             return replace(now, reason="kept: equation 8's split has not been measured yet")
-        trusted = np.minimum(model.cluster.max_batch, np.ceil(_TRUST * largest).astype(np.int64))
-        solver = SplitSolver(replace(model.cluster, max_batch=np.maximum(trusted, model.cluster.min_batch)))
+        solver = self._solver(model.cluster)
         total_batch, why = self._total(solver)
         split = solver.split(total_batch)
         if not split.feasible:
@@ -96,11 +133,27 @@ class Controller:
             why = [*why, model.reason]
         return self._settle(step, model.cluster, split, why + self._news)
 
-    def _second(self, step: int, sample_s: FloatArray) -> Plan:
+    def _solver(self, cluster: Cluster) -> SplitSolver:
+        """The solver for this model, within reach of what has been measured."""
+        _, largest = self.learner.batch_range()
+        trusted = np.minimum(cluster.max_batch, np.ceil(_TRUST * largest).astype(np.int64))
+        return SplitSolver(replace(cluster, max_batch=np.maximum(trusted, cluster.min_batch)))
+
+    def _second(self, step: int, cluster: Cluster) -> Plan:
         """The second window's plan: equation 8."""
-        batches = inverse_batches(self.job, self._current.total_batch, sample_s)
+        batches = np.array(self._current.local_batches)
+        sample_s = np.maximum(cluster.forward.at(batches) + cluster.backward.at(batches), cluster.load.at(batches))
+        split = inverse_batches(self.job, self._current.total_batch, sample_s / batches)
         reason = "batches in inverse proportion to the measured time a sample (equation 8), to see a second batch size"
-        return make_plan(step, batches, phase="inverse", reason=reason)
+        reason = "; ".join([reason, *self._limits(cluster, split)])
+        return make_plan(step, split, phase="inverse", reason=reason)
+
+    def _limits(self, cluster: Cluster, local_batches: tuple[int, ...]) -> list[str]:
+        """What else than its speed limits a rank: its memory, or its data."""
+        load_s, step_s = cluster.load.at(local_batches), step_time(cluster, local_batches)
+        late = np.flatnonzero(load_s >= _LOADING * step_s).tolist()
+        waits = [f"rank {rank} waits for its data: more loader workers would help" for rank in late]
+        return held_by_memory(self._own_job, self.job, local_batches) + waits
 
     def _settle(self, step: int, cluster: Cluster, best: Split, why: list[str]) -> Plan:
         """The best split, unless the present one or the even one is as good within the noise."""
@@ -121,35 +174,21 @@ class Controller:
                 said = f"{1 - best_s / now_s:.1%} faster than the last split; {said}"
         predicted_s = step_time(cluster, batches) * float(np.exp(self._excess))
         first_step = now.first_step if batches == now.local_batches else step
-        return make_plan(first_step, batches, phase=phase, reason="; ".join([said, *why]), predicted_step_s=predicted_s)
+        reason = "; ".join([said, *why, *self._limits(cluster, batches)])
+        return make_plan(first_step, batches, phase=phase, reason=reason, predicted_step_s=predicted_s)
 
     def _total(self, solver: SplitSolver) -> tuple[int, list[str]]:
         """The total batch with the best goodput within reach, and why, if it may change at all."""
         now = self._current.total_batch
         if self.job.largest_total == self.job.batch_size:
             return now, []
-        if self.job.num_ranks == 1:
-            return now, ["total batch stays: one rank alone does not tell the noise scale"]
         if self.noise.num_steps < _NOISE_STEPS:
             return now, [f"noise scale not known yet ({self.noise.num_steps} of {_NOISE_STEPS} steps)"]
         grid = total_grid(self.job.batch_size, self.job.largest_total)
         grid = np.unique(np.append(grid[grid <= _GROWTH * now], now))
         choice = choose_total(grid, solver.step_times(grid), self.noise.efficiency(grid), now)
-        return choice.total_batch, [f"{choice.reason}, noise scale {self.noise.noise_scale:.0f}"]
-
-    def _observe_noise(self, window: StepWindow) -> None:
-        """Feed the tracker every step whose norms were taken on all ranks, and those with an infinite one to count.
-
-        Of the latter the optimizer mostly takes no step (GradScaler), so their times are not valid.
-        """
-        if window.num_ranks < 2:
-            return
-        overflowed = np.isinf(window.local_sqnorm).any(axis=1) | np.isinf(window.global_sqnorm)
-        for s in np.flatnonzero(overflowed | window.valid.all(axis=1)):
-            if not np.isnan(window.local_sqnorm[s]).all():
-                # A negative norm is no norm: counted as skipped, like one that is not finite.
-                local = np.where(window.local_sqnorm[s] >= 0, window.local_sqnorm[s], np.nan)
-                self.noise.update(window.local_batches[s], local, float(window.global_sqnorm[s]))
+        biased = " (biased: one rank compares consecutive steps)" if "biased" in self.noise.flags else ""
+        return choice.total_batch, [f"{choice.reason}, noise scale {self.noise.noise_scale:.0f}{biased}"]
 
     def _observe_excess(self, window: StepWindow, cluster: Cluster | None) -> None:
         """Learn how much longer steps take than the model's, once there is one."""
@@ -157,7 +196,7 @@ class Controller:
         if cluster is None or not len(steps):
             return
         modelled = np.array([step_time(cluster, window.local_batches[s]) for s in steps])
-        measured = np.median(window.step_s[steps], axis=1)
+        measured = np.median(window.interval_s[steps], axis=1)
         excess = float(np.clip(np.median(np.log(measured / modelled)), -0.2, 0.4))
         self._excess = excess if self._excess == 0.0 else 0.7 * self._excess + 0.3 * excess
 
@@ -172,6 +211,7 @@ class Controller:
             "due": self._model is not None,
             "in_force": self._in_force,
             "news": list(self._news),
+            "max_local": self.job.bounds[1].tolist(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -193,7 +233,9 @@ class Controller:
             self._current = make_plan(0, even_batches(self.job, total), phase="even", reason=reason)
             return
         self.learner.load_state_dict(state["learner"])
-        self._current = load_plan(state["plan"], self.job)
+        self._current = load_plan(state["plan"], self._own_job)
+        caps = np.array(state.get("max_local", self._own_job.bounds[1]), dtype=np.int64)  # older states have none
+        self.job = self._own_job.limited(caps, self._current.total_batch)
         self._excess = float(state["excess"])
         self._model = self.learner.model(*self.job.bounds) if state["due"] else None
         self._in_force = bool(state["in_force"])

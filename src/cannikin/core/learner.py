@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from cannikin.core.fit import bucket_times, fit_curves, shrunken_gammas, trimmed_mean
+from cannikin.core.loading import LoadHistory
 from cannikin.core.perf import Cluster, Curve
 from cannikin.core.records import BoolArray, FloatArray, IntArray, StepWindow
 from cannikin.errors import StateError
@@ -54,6 +55,7 @@ class Learner:
         self.noise = 0.0
         self.changes: list[tuple[int, int, float]] = []  # the last ones: step, rank, factor on its times
         self.num_changes = 0
+        self.loading = LoadHistory(num_ranks)
         self._rank_noise = np.zeros(num_ranks)
         self._batches = np.ones((num_ranks, _MAX_POINTS + 1))
         self._logs = np.zeros((2, num_ranks, _MAX_POINTS + 1))
@@ -82,21 +84,27 @@ class Learner:
                 residuals[:, split:, rank] = np.nan
                 self._remember(rank, window, logs, residuals, promised, steps[steps >= split])
         self._observe_buckets(window)
+        self.loading.observe(window)
 
     def model(self, low: IntArray, high: IntArray) -> ModelFit:
         """The cluster as measured so far, with these bounds on the local batches."""
         measured = (self._weights.min(axis=0) > 0).any(axis=1)
-        if not len(self._comm) or not measured.all():
+        if not measured.all():
             reason = (
                 f"rank {int(measured.argmin())} has not been measured yet" if measured.any() else "no step measured yet"
             )
             return ModelFit(cluster=None, known=measured & False, reason=reason)
         (forward, a_known), (backward, p_known) = self._curves()
-        gammas = shrunken_gammas(*trimmed_mean(self._gammas)).clip(0.0, 1.0)
-        gammas[:, -1] = 1.0
-        tails = trimmed_mean(self._comm)[0][::-1].cumsum()[::-1]
+        # Without a word on communication it counts as none: the split then balances the computation.
+        gammas, tails = self.buckets() or (np.ones((self.num_ranks, 1)), np.zeros(1))
         cluster = Cluster(
-            forward=forward, backward=backward, gammas=gammas, tails_s=tails, min_batch=low, max_batch=high
+            forward=forward,
+            backward=backward,
+            gammas=gammas,
+            tails_s=tails,
+            min_batch=low,
+            max_batch=high,
+            load=self.loading.curve(),
         )
         known = a_known & p_known
         return ModelFit(cluster=cluster, known=known, reason=self._reason(known))
@@ -113,6 +121,35 @@ class Learner:
         smallest = np.where(seen, self._batches, np.inf).min(axis=1)
         largest = np.where(seen, self._batches, 0.0).max(axis=1)
         return smallest, largest
+
+    def buckets(self) -> tuple[FloatArray, FloatArray] | None:
+        """Overlap ratios, [n, J], and tails, [J], as measured so far; None before that."""
+        if not len(self._comm):
+            return None
+        gammas = shrunken_gammas(*trimmed_mean(self._gammas)).clip(0.0, 1.0)
+        gammas[:, -1] = 1.0
+        return gammas, trimmed_mean(self._comm)[0][::-1].cumsum()[::-1]
+
+    def history(self, rank: int) -> FloatArray:
+        """One rank's averages: local batches, times of forward and of backward, steps, [4, K]."""
+        steps = self._weights[:, rank].min(axis=0)
+        table = np.stack([self._batches[rank], *np.exp(self._logs[:, rank]), steps])
+        return table[:, steps > 0]
+
+    def fill(self, rank: int, table: FloatArray) -> None:
+        """Begin with a history from another run, as `history` returned it, made light.
+
+        Every average counts as one step, so that the curve keeps its shape. The one that rested on most counts as just
+        so many that a rank which has become slower or faster since is found out.
+        """
+        steps = np.minimum(table[3], 1.0)
+        steps[table[3].argmax()] = _MIN_WEIGHT
+        for (batch, *seconds, _), weight in zip(table.T, steps, strict=True):
+            self._merge(rank, float(batch), np.log(seconds), np.full(2, weight))
+
+    def fill_buckets(self, gammas: FloatArray, tails_s: FloatArray) -> None:
+        """Begin with overlap ratios, [n, J], and tails, [J], from another run, as if they were one step's."""
+        self._gammas, self._comm = gammas[None], -np.diff(tails_s, append=0.0)[None]
 
     def _curves(self) -> list[tuple[Curve, BoolArray]]:
         noise = max(self.noise, _LEAST_NOISE)
@@ -223,7 +260,7 @@ class Learner:
             mean = np.where(inlier, values, 0.0).sum(axis=1) / np.maximum(count, 1)
             self._merge(rank, float(batch), mean, count)
 
-    def _merge(self, rank: int, batch: float, logs: FloatArray, counts: IntArray) -> None:
+    def _merge(self, rank: int, batch: float, logs: FloatArray, counts: IntArray | FloatArray) -> None:
         """Add an average to a rank's history; the two points nearest to each other become one where there is no room.
 
         The history has one place more than is kept, so the new point can always be put down first.
@@ -272,6 +309,7 @@ class Learner:
             "noise": self.noise,
             "changes": [list(change) for change in self.changes],
             "num_changes": self.num_changes,
+            "loading": self.loading.state_dict(),
             **arrays,
         }
 
@@ -282,6 +320,8 @@ class Learner:
         self.noise = float(state["noise"])
         self.changes = [(int(step), int(rank), float(factor)) for step, rank, factor in state["changes"]]
         self.num_changes = int(state["num_changes"])
+        if "loading" in state:  # older states have none
+            self.loading.load_state_dict(state["loading"])
         buckets = int(state["num_buckets"])
         rows = len(state["_comm"]) // max(buckets, 1)
         shapes: dict[str, tuple[int, ...]] = {"_comm": (rows, buckets), "_gammas": (rows, self.num_ranks, buckets)}

@@ -18,7 +18,16 @@ from cannikin.core.fit import pooled_gammas
 from cannikin.core.goodput import choose_total, efficiency, total_grid
 from cannikin.core.noise import noise_scale
 from cannikin.core.perf import Cluster, Curve
-from cannikin.core.plans import even_batches, inverse_batches, load_plan, make_plan, restoring, save_plan
+from cannikin.core.plans import (
+    even_batches,
+    held_by_memory,
+    inverse_batches,
+    load_plan,
+    make_plan,
+    restoring,
+    save_plan,
+    within_bounds,
+)
 from cannikin.core.records import FloatArray, Job, Plan, StepWindow
 
 __all__ = ["PaperPlanner"]
@@ -32,6 +41,7 @@ class PaperPlanner:
 
     def __init__(self, job: Job) -> None:
         self.job = job
+        self._own_job = job
         self._plan = make_plan(0, even_batches(job, job.batch_size), phase="even", reason="first epoch: even split")
         # One row an epoch and rank: epoch, rank, mean batch, mean a, mean P.
         self._rows: list[list[float]] = []
@@ -46,6 +56,7 @@ class PaperPlanner:
 
     def observe(self, window: StepWindow) -> None:
         """Add up this epoch's times, and the noise scale step by step."""
+        self.job = self._own_job.limited(window.max_batch, self._plan.total_batch)
         valid = window.valid.all(axis=1)
         if valid.any():
             self._add_times(window, np.flatnonzero(valid))
@@ -62,6 +73,7 @@ class PaperPlanner:
 
     def plan(self, step: int) -> Plan:
         """A new plan at the start of an epoch, else the one in force."""
+        self._plan = within_bounds(self._plan, self.job, step)
         if self._due:
             self._due = False
             self._num_plans += 1
@@ -105,7 +117,8 @@ class PaperPlanner:
         if not result.local_batches:
             return make_plan(step, self._plan.local_batches, phase=self._plan.phase, reason=f"kept: {result.reason}")
         rounded = round_batches(self._repaired(np.array(result.local_batches), total), total)
-        reason = f"Algorithm 1: {result.reason}; {rounded.reason}{why}"
+        memory = held_by_memory(self._own_job, self.job, rounded.local_batches)
+        reason = "; ".join([f"Algorithm 1: {result.reason}; {rounded.reason}{why}", *memory])
         return make_plan(
             step, rounded.local_batches, phase="optperf", reason=reason, predicted_step_s=result.predicted_s
         )
@@ -174,7 +187,7 @@ class PaperPlanner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` returned."""
         with restoring("paper planner"):
-            self._plan = load_plan(state["plan"], self.job)
+            self._plan = load_plan(state["plan"], self._own_job)
             self._rows = [list(row) for row in state["rows"]]
             self._samples, self._epoch, self._num_plans, self._due = state["counters"]
             for name in _ARRAYS:

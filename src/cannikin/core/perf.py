@@ -6,7 +6,8 @@ Legend, rank i of n, bucket j of J, local batch b:
     P_i(b) = max(F', m + k b)    backward
     gamma_ij                     share of backward after which bucket j is ready; the last bucket's is 1
     C_j                          tail: all-reduce of bucket j and of every later one
-    T = max over i, j of  a_i(b_i) + gamma_ij P_i(b_i) + C_j
+    L_i(b)                       loading of the next batch, which overlaps all of this
+    T = max( max over i, j of  a_i(b_i) + gamma_ij P_i(b_i) + C_j ,  max over i of  L_i(b_i) )
 
 The paper keeps the first and the last bucket only: gamma, C_1 = T_o + T_u and C_2 = T_u (`Cluster.two_point`). So every
 rank's time is the largest of a few lines alpha + beta b with beta >= 0, which is all that the split needs to know.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -75,6 +77,7 @@ class Cluster:
         tails_s: C_j, seconds, [J], not increasing.
         min_batch, max_batch: bounds on each local batch, samples, [n]; 1 and none where left out.
         names: one a rank, for people; `rank0`, `rank1`, ... where left out.
+        load: L_i, the time a rank's loader needs for a batch while the rank computes; none where left out.
     """
 
     forward: Curve
@@ -84,6 +87,7 @@ class Cluster:
     min_batch: IntArray
     max_batch: IntArray
     names: tuple[str, ...]
+    load: Curve
 
     def __init__(
         self,
@@ -95,6 +99,7 @@ class Cluster:
         min_batch: npt.ArrayLike | None = None,
         max_batch: npt.ArrayLike | None = None,
         names: Sequence[str] | None = None,
+        load: Curve | None = None,
     ) -> None:
         n = len(forward.fixed_s)
         if n == 0:
@@ -105,11 +110,13 @@ class Cluster:
         low = _whole_per_rank("min_batch", [1] * n if min_batch is None else min_batch)
         high = _whole_per_rank("max_batch", [NO_MAX] * n if max_batch is None else max_batch)
         labels = tuple(names) if names is not None else tuple(f"rank{i}" for i in range(n))
+        loading = Curve(fixed_s=np.zeros(n), per_sample_s=np.zeros(n)) if load is None else load
         for name, size in (
             ("backward", len(backward.fixed_s)),
             ("min_batch", len(low)),
             ("max_batch", len(high)),
             ("names", len(labels)),
+            ("load", len(loading.fixed_s)),
         ):
             if size != n:
                 raise InvalidInputError(f"{name} describes {size} ranks, forward describes {n}")
@@ -117,7 +124,7 @@ class Cluster:
             raise InvalidInputError(
                 f"min_batch={low.tolist()}, max_batch={high.tolist()}: need 1 <= min_batch <= max_batch on every rank"
             )
-        values = (forward, backward, np.broadcast_to(shares, (n, len(tails))), tails, low, high, labels)
+        values = (forward, backward, np.broadcast_to(shares, (n, len(tails))), tails, low, high, labels, loading)
         for name, value in zip(self.__dataclass_fields__, values, strict=True):
             object.__setattr__(self, name, value)
 
@@ -133,11 +140,12 @@ class Cluster:
         min_batch: npt.ArrayLike | None = None,
         max_batch: npt.ArrayLike | None = None,
         names: Sequence[str] | None = None,
+        load: Curve | None = None,
     ) -> Cluster:
         """The paper's form: T = max_i max(a_i + P_i + T_u, a_i + gamma P_i + T_o + T_u).
 
         Args:
-            forward, backward, min_batch, max_batch, names: as in `Cluster`.
+            forward, backward, min_batch, max_batch, names, load: as in `Cluster`.
             gamma: share of backward before the first bucket is ready, 0 to 1.
             overlapped_s: T_o, all-reduce of every bucket but the last.
             last_s: T_u, all-reduce of the last bucket.
@@ -150,6 +158,7 @@ class Cluster:
             min_batch=min_batch,
             max_batch=max_batch,
             names=names,
+            load=load,
         )
 
     @property
@@ -173,16 +182,26 @@ class Cluster:
             min_batch=self.min_batch[rest],
             max_batch=self.max_batch[rest],
             names=tuple(name for i, name in enumerate(self.names) if i != rank),
+            load=self.load.take(rest),
         )
 
+    @cached_property
+    def loads(self) -> bool:
+        """Whether loading takes any rank any time."""
+        return bool(self.load.fixed_s.any() or self.load.per_sample_s.any() or self.load.floor_s.any())
+
     def lines(self) -> tuple[FloatArray, FloatArray]:
-        """Intercepts and slopes of every line a + gamma P + C of every rank, each [L, n]."""
+        """Intercepts and slopes of every line a + gamma P + C of every rank, and of its loading, each [L, n]."""
         shares, tails_s = self.gammas.T, self.tails_s[:, None]
         alphas, betas = [], []
         for start_alpha, start_beta in _choices(self.forward):
             for work_alpha, work_beta in _choices(self.backward):
                 alphas.append(start_alpha + shares * work_alpha + tails_s)
                 betas.append(start_beta + shares * work_beta)
+        if self.loads:
+            for load_alpha, load_beta in _choices(self.load):
+                alphas.append(load_alpha[None])
+                betas.append(load_beta[None])
         return np.concatenate(alphas), np.concatenate(betas)
 
     def bucket_times(self, local_batches: npt.ArrayLike) -> FloatArray:
@@ -190,6 +209,11 @@ class Cluster:
         before, backward = self.forward.at(local_batches), self.backward.at(local_batches)
         # Bucket by bucket in memory: maxima over a few buckets of many ranks are then quick.
         return (before + self.gammas.T * backward + self.tails_s[:, None]).T
+
+    def finish_s(self, local_batches: npt.ArrayLike) -> FloatArray:
+        """When each rank alone would be done, seconds, [n]: with its buckets and with the loading of its next batch."""
+        times: FloatArray = self.bucket_times(local_batches).max(axis=1)
+        return np.maximum(times, self.load.at(local_batches)) if self.loads else times
 
 
 def _choices(curve: Curve) -> list[tuple[FloatArray, FloatArray]]:
@@ -234,7 +258,7 @@ def ring_factor(num_ranks: int, new_num_ranks: int) -> float:
 def step_time(cluster: Cluster, local_batches: npt.ArrayLike) -> float:
     """Seconds that one step takes when rank i has `local_batches[i]` samples.
 
-        T = max over i, j of  a_i(b_i) + gamma_ij P_i(b_i) + C_j
+        T = max( max over i, j of  a_i(b_i) + gamma_ij P_i(b_i) + C_j ,  max over i of  L_i(b_i) )
 
     Args:
         cluster: the performance model.
@@ -251,4 +275,4 @@ def step_time(cluster: Cluster, local_batches: npt.ArrayLike) -> float:
         raise InvalidInputError(f"{batches.size} local batches for {cluster.num_ranks} ranks: give one a rank")
     if not np.isfinite(batches).all():
         raise InvalidInputError(f"local_batches={batches.tolist()}: must be finite")
-    return float(cluster.bucket_times(batches).max())
+    return float(cluster.finish_s(batches).max())

@@ -12,7 +12,16 @@ import numpy as np
 from cannikin.core.adaptdl import AdaptdlPlanner
 from cannikin.core.controller import Controller
 from cannikin.core.paper import PaperPlanner
-from cannikin.core.plans import compute_seconds, even_batches, load_plan, make_plan, restoring, save_plan
+from cannikin.core.plans import (
+    compute_seconds,
+    even_batches,
+    held_by_memory,
+    load_plan,
+    make_plan,
+    restoring,
+    save_plan,
+    within_bounds,
+)
 from cannikin.core.records import FloatArray, Job, Plan, Planner, StepWindow
 from cannikin.errors import InvalidInputError
 
@@ -72,6 +81,7 @@ class LbBspPlanner:
 
     def __init__(self, job: Job, *, samples_moved: int = 5) -> None:
         self.job = job
+        self._own_job = job
         self._samples_moved = samples_moved
         reason = "even split to start with"
         self._plan = make_plan(0, even_batches(job, job.batch_size), phase="lb-bsp", reason=reason)
@@ -79,12 +89,15 @@ class LbBspPlanner:
 
     def observe(self, window: StepWindow) -> None:
         """Keep each rank's compute time, once the plan made last is in force."""
+        self.job = self._own_job.limited(window.max_batch, self._plan.total_batch)
         measured = compute_seconds(window)
         if measured is not None and tuple(measured[0].tolist()) == self._plan.local_batches:
             self._compute_s = measured[1]
 
     def plan(self, step: int) -> Plan:
         """One move, or the plan in force."""
+        if (held := within_bounds(self._plan, self.job, step)) is not self._plan:
+            self._plan, self._compute_s = held, None
         if self._compute_s is None:
             return self._plan
         compute_s, self._compute_s = self._compute_s, None
@@ -97,7 +110,9 @@ class LbBspPlanner:
             batches[slow] -= moved
             batches[fast] += moved
             reason = f"{moved} samples from rank {slow}, the slowest, to rank {fast}, the fastest"
-            self._plan = make_plan(step, tuple(batches.tolist()), phase="lb-bsp", reason=reason)
+            split = tuple(batches.tolist())
+            reason = "; ".join([reason, *held_by_memory(self._own_job, self.job, split)])
+            self._plan = make_plan(step, split, phase="lb-bsp", reason=reason)
         return self._plan
 
     def state_dict(self) -> dict[str, Any]:
@@ -108,5 +123,5 @@ class LbBspPlanner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` returned."""
         with restoring("LB-BSP planner"):
-            self._plan = load_plan(state["plan"], self.job)
+            self._plan = load_plan(state["plan"], self._own_job)
             self._compute_s = None if state["compute_s"] is None else np.asarray(state["compute_s"], dtype=np.float64)

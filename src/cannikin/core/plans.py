@@ -14,7 +14,17 @@ from cannikin.core.records import FloatArray, IntArray, Job, Plan, StepWindow
 from cannikin.core.split import optimal_split
 from cannikin.errors import StateError
 
-__all__ = ["compute_seconds", "even_batches", "inverse_batches", "load_plan", "make_plan", "restoring", "save_plan"]
+__all__ = [
+    "compute_seconds",
+    "even_batches",
+    "held_by_memory",
+    "inverse_batches",
+    "load_plan",
+    "make_plan",
+    "restoring",
+    "save_plan",
+    "within_bounds",
+]
 
 
 def make_plan(
@@ -55,6 +65,30 @@ def inverse_batches(job: Job, total_batch: int, sample_s: FloatArray) -> tuple[i
         max_batch=high,
     )
     return optimal_split(cluster, total_batch).local_batches
+
+
+def within_bounds(plan: Plan, job: Job, step: int) -> Plan:
+    """The plan itself, or, where a bound has fallen below one of its batches, one from `step` on that keeps to it.
+
+    Batches above their bound are cut down, and the others grow in proportion to what they have.
+    """
+    _, high = job.bounds
+    batches = np.array(plan.local_batches)
+    if (batches <= high).all():
+        return plan
+    fitted = inverse_batches(job, plan.total_batch, 1.0 / batches)
+    rank = int((batches > high).argmax())
+    reason = f"memory holds rank {rank} to {fitted[rank]} samples, {batches[rank] - fitted[rank]} less than before"
+    return make_plan(step, fitted, phase=plan.phase, reason=reason)
+
+
+def held_by_memory(own: Job, limited: Job, local_batches: tuple[int, ...]) -> list[str]:
+    """A sentence for each rank that has all its memory allows, which is less than the user's own bound."""
+    if limited is own:
+        return []
+    (_, own_high), (_, high) = own.bounds, limited.bounds
+    ranks = np.flatnonzero((high < own_high) & (high == local_batches)).tolist()
+    return [f"memory holds rank {rank} to {high[rank]} samples" for rank in ranks]
 
 
 def compute_seconds(window: StepWindow) -> tuple[IntArray, FloatArray] | None:

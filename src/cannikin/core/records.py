@@ -6,7 +6,7 @@ durations are ever compared between ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -117,6 +117,28 @@ class Job:
                 )
         return np.broadcast_to(lo, self.num_ranks).copy(), np.broadcast_to(hi, self.num_ranks).copy()
 
+    def limited(self, max_batch: IntArray, total_batch: int) -> Job:
+        """This job with upper bounds of at most `max_batch`, [n], that still hold the total batch in force.
+
+        No bound falls below `min_local`. Caps that together cannot hold `total_batch` (or the initial one) are raised
+        by the same number of samples on every rank, as far as the job's own bounds allow: what is running runs.
+
+        Example:
+            >>> Job(num_ranks=2, batch_size=64, max_local=99).limited(np.array([40, 200]), 64).max_local
+            (40, 99)
+            >>> Job(num_ranks=2, batch_size=64).limited(np.array([16, 8]), 64).max_local
+            (36, 28)
+        """
+        low, high = self.bounds
+        if (max_batch >= high).all():
+            return self
+        held = min(max(int(total_batch), self.batch_size), sum(high.tolist()))
+        caps = np.clip(max_batch, low, high)
+        while (missing := held - sum(caps.tolist())) > 0:
+            room = caps < high
+            caps[room] = np.minimum(caps[room] + -(-missing // int(room.sum())), high[room])
+        return replace(self, max_local=tuple(caps.tolist()))
+
     @property
     def largest_total(self) -> int:
         """The largest total batch allowed by `max_batch_size` and the upper bounds together."""
@@ -137,6 +159,13 @@ class StepWindow:
         local_sqnorm: |g_i|^2, [S, n]; NaN where it was not taken.
         global_sqnorm: |g|^2, [S]; NaN where it was not taken.
         valid: whether this rank's measurement of this step counts, [S, n]; impossible times never do.
+        load_s: how long this rank then waited for its data, [S, n], before `before_s` begins. It is about data that is
+            loaded while the rank computes; loading that holds up the computation belongs to `before_s`.
+        previous_dot: g_t . g_(t-1), this step's gradient times the one of the step before, [S]; NaN where it was not
+            taken. Only needed where one rank trains alone.
+        max_batch: the largest local batch that each rank's memory allows, as far as is known, [n].
+
+    The last four may be left out: every measurement counts, nobody waited, no product was taken, memory has no end.
     """
 
     first_step: int
@@ -148,13 +177,19 @@ class StepWindow:
     global_sqnorm: FloatArray
     valid: BoolArray = field(default_factory=lambda: np.ones((0, 0), dtype=np.bool_))
     load_s: FloatArray = field(default_factory=lambda: np.zeros((0, 0)))
-    max_batch: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     previous_dot: FloatArray = field(default_factory=lambda: np.zeros(0))
+    max_batch: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     def __post_init__(self) -> None:
-        if self.valid.size == 0:
-            object.__setattr__(self, "valid", np.ones(self.local_batches.shape, dtype=np.bool_))
         steps, ranks = self.local_batches.shape
+        for name, usual in (
+            ("valid", np.ones((steps, ranks), dtype=np.bool_)),
+            ("load_s", np.zeros((steps, ranks))),
+            ("previous_dot", np.full(steps, np.nan)),
+            ("max_batch", np.full(ranks, NO_MAX, dtype=np.int64)),
+        ):
+            if getattr(self, name).size == 0:
+                object.__setattr__(self, name, usual)
         for name, want in (
             ("before_s", (steps, ranks)),
             ("ready_s", (steps, ranks, self.num_buckets)),
@@ -162,6 +197,9 @@ class StepWindow:
             ("local_sqnorm", (steps, ranks)),
             ("global_sqnorm", (steps,)),
             ("valid", (steps, ranks)),
+            ("load_s", (steps, ranks)),
+            ("previous_dot", (steps,)),
+            ("max_batch", (ranks,)),
         ):
             shape = getattr(self, name).shape
             if shape != want:
@@ -170,18 +208,13 @@ class StepWindow:
 
     def _possible(self) -> BoolArray:
         """Where the times can be times: a measurement gone wrong must not outlive its step."""
-        finite = (
-            np.isfinite(self.before_s) & np.isfinite(self.ready_s).all(axis=-1) & np.isfinite(self.done_s).all(axis=-1)
-        )
+        finite = np.isfinite(self.before_s) & np.isfinite(self.load_s)
+        finite &= np.isfinite(self.ready_s).all(axis=-1) & np.isfinite(self.done_s).all(axis=-1)
         with np.errstate(invalid="ignore"):
-            positive = (self.before_s >= 0) & (self.ready_s[..., -1] > 0) & (self.done_s.max(axis=-1) > 0)
+            positive = (self.before_s >= 0) & (self.load_s >= 0)
+            positive &= (self.ready_s[..., -1] > 0) & (self.done_s.max(axis=-1) > 0)
         possible: BoolArray = finite & positive & (self.local_batches >= 1)
         return possible
-
-    @property
-    def num_nonfinite(self) -> int:
-        """Steps with a gradient that was not finite."""
-        return int((np.isinf(self.local_sqnorm).any(axis=1) | np.isinf(self.global_sqnorm)).sum())
 
     @property
     def num_steps(self) -> int:
@@ -203,6 +236,22 @@ class StepWindow:
         """Each rank's own view of each step's duration, a_i to the last all-reduce, [S, n]."""
         last_done_s: FloatArray = self.done_s.max(axis=-1)
         return self.before_s + last_done_s
+
+    @property
+    def interval_s(self) -> FloatArray:
+        """Each rank's own view of the time from one step to the next: its step and its wait for data, [S, n]."""
+        return self.step_s + self.load_s
+
+    @property
+    def overflowed(self) -> BoolArray:
+        """Steps in which some rank's gradient, or the sum of all, was not finite, [S]."""
+        steps: BoolArray = np.isinf(self.local_sqnorm).any(axis=1) | np.isinf(self.global_sqnorm)
+        return steps
+
+    @property
+    def num_nonfinite(self) -> int:
+        """Number of steps whose gradient was not finite, whatever the policy makes of them."""
+        return int(self.overflowed.sum())
 
 
 class Planner(Protocol):

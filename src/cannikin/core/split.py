@@ -26,8 +26,8 @@ __all__ = ["SplitSolver", "drop_candidate", "optimal_split"]
 # depend on the order in which the ranks were summed.
 _TIE = 1e-12
 
-_LABELS = np.array(["compute", "communication", "floor", "min_batch", "max_batch"], dtype=object)
-_COMPUTE, _COMMUNICATION, _FLOOR, _MIN_BATCH, _MAX_BATCH = range(5)
+_LABELS = np.array(["compute", "communication", "floor", "loading", "min_batch", "max_batch"], dtype=object)
+_COMPUTE, _COMMUNICATION, _FLOOR, _LOADING, _MIN_BATCH, _MAX_BATCH = range(6)
 
 
 class SplitSolver:
@@ -240,6 +240,8 @@ class SplitSolver:
         if cluster.backward.floor_s.any():
             sloped_s = cluster.backward.fixed_s + cluster.backward.per_sample_s * batches
             kinds[last_bucket & (cluster.backward.floor_s > sloped_s)] = _FLOOR
+        if cluster.loads:
+            kinds[cluster.load.at(batches) > times.max(axis=1)] = _LOADING
         kinds[(batches == cluster.max_batch) & (self.finish_s(batches + 1) <= finish_s.max())] = _MAX_BATCH
         kinds[(batches == cluster.min_batch) & (finish_s > reached_s * (1 + _TIE))] = _MIN_BATCH
         return tuple(_LABELS[kinds].tolist())
@@ -261,7 +263,7 @@ class SplitSolver:
 def optimal_split(cluster: Cluster, total_batch: int) -> Split:
     """The fastest split of a total batch, in whole numbers, within every rank's bounds.
 
-        minimise  max over i, j of  a_i(b_i) + gamma_ij P_i(b_i) + C_j   subject to   sum b_i = B
+        minimise  max over i, j of  a_i(b_i) + gamma_ij P_i(b_i) + C_j  and  L_i(b_i)   subject to   sum b_i = B
 
     Args:
         cluster: the performance model, for instance from `cannikin.load_cluster`.

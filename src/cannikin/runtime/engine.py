@@ -157,7 +157,7 @@ class Engine:
         if self._restored is not None:
             planner.load_state_dict(self._restored)
         elif self._store is not None and self.rank == 0 and hasattr(planner, "start_from"):
-            planner.start_from(self._store.load([rank.device for rank in self._ranks]))
+            self._start_from_profiles(planner, self._store)
         self.coordinator = Coordinator(
             self._exchange,
             self._clock,
@@ -172,6 +172,12 @@ class Engine:
             self._state.previous = {}
         self._item_count = source.item_count
         self._recorder.begin(job, policy, self._ddp.module, self._ranks)
+
+    def _start_from_profiles(self, planner: Any, store: ProfileStore) -> None:
+        try:
+            planner.start_from(store.load([rank.device for rank in self._ranks]))
+        except StateError as error:  # not worth a run: the ranks are learned afresh
+            warnings.warn(f"stored profiles are left out: {error}", RuntimeWarning, stacklevel=4)
 
     def _decided(self, decision: Decision, report: Report | None) -> None:
         if report is not None:

@@ -28,10 +28,13 @@ _log = logging.getLogger("cannikin")
 
 
 def ensure_process_group(device: torch.device) -> None:
-    """Use the default process group; else make the one torchrun describes; else one of this process alone."""
+    """Use the default process group; else make the one torchrun describes; else one of this process alone.
+
+    CANNIKIN_BACKEND in the environment chooses its backend: ranks that share a GPU need gloo, since NCCL refuses them.
+    """
     if dist.is_initialized():
         return
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = os.environ.get("CANNIKIN_BACKEND") or ("nccl" if device.type == "cuda" else "gloo")
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend)
     else:

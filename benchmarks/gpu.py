@@ -1,0 +1,105 @@
+"""cannikin on unequal shares of one NVIDIA GPU: `python -m benchmarks gpu`, or `python -m benchmarks.gpu PART ...`.
+
+Parts: `overhead` (plain DDP against ours with an even plan), `limit` (step times of splits, and what ours settles on)
+and `sharing` (a load that begins on one share in mid-run). Each rank has a share of the GPU by MPS, through `cannikin
+lab`, and gloo between them. Prints one table a part, and keeps every figure as JSON lines under --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+Job = tuple[str, dict[str, Any]]
+Launch = tuple[str, tuple[float, ...], list[Job]]
+
+THREE, FOUR = (0.60, 0.25, 0.12), (0.40, 0.25, 0.15, 0.10)
+PARTS: dict[str, list[Launch]] = {
+    "overhead": [
+        (
+            "overhead",
+            THREE,
+            [
+                ("overhead", {"kind": "resnet18", "local_batch": 64, "rounds": 300}),
+                ("overhead", {"kind": "resnet18", "local_batch": 256, "rounds": 200}),
+                ("overhead", {"kind": "gpt2-small", "local_batch": 2, "rounds": 60}),
+            ],
+        )
+    ],
+    "limit": [
+        ("limit", THREE, [("limit", {"total": total, "steps": 180, "largest": 4096}) for total in (192, 768, 1536)]),
+        ("limit", FOUR, [("limit", {"total": total, "steps": 180, "largest": 4096}) for total in (384, 1536, 4096)]),
+    ],
+    "sharing": [("sharing", THREE, [("sharing", {"total": 1536, "steps": 320, "disturbed": 0, "start": 150})])],
+}
+
+
+def launch(shares: tuple[float, ...], jobs: list[Job], out: Path, *, limit_s: float) -> int:
+    """Run jobs on ranks with these shares of the GPU."""
+    script = Path(__file__).with_name("gpu_ranks.py")
+    command = [sys.executable, "-m", "cannikin", "lab", "--mechanism", "mps", "--ranks", ",".join(map(str, shares))]
+    command += ["--", str(script), "--out", str(out), "--jobs", json.dumps(jobs)]
+    root = str(Path(__file__).parent.parent)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    try:
+        return subprocess.run(command, env=environment, timeout=limit_s, check=False).returncode
+    except subprocess.TimeoutExpired:
+        print(f"given up after {limit_s:.0f} s", file=sys.stderr)
+        return 124
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """What was measured, for people."""
+    forms = {"overhead": _overhead_line, "limit": _limit_line}
+    return "\n".join(forms.get(r["job"], json.dumps)(r) for r in results)
+
+
+def _overhead_line(r: dict[str, Any]) -> str:
+    return (
+        f"overhead {r['model']:10} b={r['local_batch']:<4d} x{r['ranks']} raw {r['raw_ms']:7.2f} ms (IQR "
+        f"{r['spread_pct']:.1f}%)  paired median: control {r['control_pct']:+.2f}% ({r['control_ms']:+.2f} ms), "
+        f"ours {r['ours_pct']:+.2f}% ({r['ours_ms']:+.2f} ms); mean: control {r['mean_control_pct']:+.2f}%, "
+        f"ours {r['mean_ours_pct']:+.2f}%"
+    )
+
+
+def _limit_line(r: dict[str, Any]) -> str:
+    return (
+        f"limit B={r['total']:<5d} even {r['even_ms']:6.1f}  lb-bsp {r['lb_bsp_ms']:6.1f}  ours {r['ours_ms']:6.1f}  "
+        f"best {r['best_ms']:6.1f} ms of {r['num_candidates']}: ours/best {r['ours_over_best']:.3f}; "
+        f"predicted {r['predicted_ms']:.1f}, running {r['running_ms']:.1f} ({r['prediction_error_pct']:.1f}%); "
+        f"settled at step {r['settled_at']}, within 5% from {r['near_final_at']}; "
+        f"ours {r['splits']['ours']}, best {r['best']}"
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the parts named, or all."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser.add_argument("parts", nargs="*", default=[], metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "cannikin-gpu.jsonl")
+    parser.add_argument("--limit-s", type=float, default=280.0, help="seconds for each launch")
+    options = parser.parse_args([] if argv is None else argv)
+    if shutil.which("nvidia-cuda-mps-control") is None:
+        print("gpu: skipped, there is no NVIDIA GPU with MPS here")
+        return
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.unlink(missing_ok=True)
+    for part in options.parts or PARTS:
+        for _, shares, jobs in PARTS[part]:
+            status = launch(shares, jobs, options.out, limit_s=options.limit_s)
+            if status != 0:
+                print(f"{part} on shares {shares} ended with status {status}", file=sys.stderr)
+    lines = options.out.read_text().splitlines() if options.out.exists() else []
+    print(table([json.loads(line) for line in lines]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,337 @@
+"""What each rank of the GPU benchmarks runs, under torchrun; `benchmarks.gpu` launches it on shares of one GPU.
+
+All timing is by the host's clock around steps that end in `torch.cuda.synchronize()`, the same for every variant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.gpu_models import ResNet18, SmallGpt
+from cannikin import HeteroDataLoader, HeteroDataParallel
+from cannikin.core.planners import LbBspPlanner
+from cannikin.core.records import Job, StepWindow
+
+WARM_UP = 20
+
+
+class Numbers(torch.utils.data.Dataset):
+    """Sample numbers only: what is measured is the step, not the loader."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return indices
+
+
+class Images:
+    """Batches of any size out of one pool on the device, and a step on them."""
+
+    def __init__(self, largest: int) -> None:
+        self.images = torch.randn(largest, 3, 32, 32, device="cuda").to(memory_format=torch.channels_last)
+        self.labels = torch.randint(0, 10, (largest,), device="cuda")
+
+    def network(self) -> nn.Module:
+        torch.manual_seed(0)
+        return ResNet18().cuda().to(memory_format=torch.channels_last)
+
+    def loss(self, model: nn.Module, size: int) -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return F.cross_entropy(model(self.images[:size]), self.labels[:size])
+
+
+class Tokens:
+    """The same for a GPT-2-small-sized transformer on sequences of 256 tokens."""
+
+    def __init__(self, largest: int) -> None:
+        self.tokens = torch.randint(0, 50257, (largest, 257), device="cuda")
+
+    def network(self) -> nn.Module:
+        torch.manual_seed(0)
+        return SmallGpt().cuda()
+
+    def loss(self, model: nn.Module, size: int) -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            logits = model(self.tokens[:size, :-1])
+            return F.cross_entropy(logits.flatten(0, 1), self.tokens[:size, 1:].flatten())
+
+
+def step_seconds(job: Any, model: nn.Module, optimizer: torch.optim.Optimizer, size: int) -> float:
+    """One training step of this many samples."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    optimizer.zero_grad()
+    job.loss(model, size).backward()
+    optimizer.step()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def sgd(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=1e-4, momentum=0.9)
+
+
+class _Made:
+    """A source of batches that are made here."""
+
+    prefetch_depth = 0
+    item_count = None
+
+
+def overhead(kind: str, local_batch: int, rounds: int) -> dict[str, Any]:
+    """Raw DDP, a second raw DDP and ours with an even plan, in random order within each round."""
+    job: Any = Images(local_batch) if kind == "resnet18" else Tokens(local_batch)
+    n = dist.get_world_size()
+    models, optimizers = [], []
+    for variant in range(3):
+        net = job.network()
+        optimizers.append(sgd(net))
+        ours = HeteroDataParallel(net, optimizers[-1], policy="even") if variant == 2 else None
+        models.append(DistributedDataParallel(net) if ours is None else ours)
+    models[2].engine.bind(_Made(), Job(num_ranks=n, batch_size=local_batch * n), {})
+    rng = np.random.default_rng(0)  # the same order on every rank
+    seconds = np.zeros((WARM_UP + rounds, 3))
+    for step in range(WARM_UP + rounds):
+        for variant in rng.permutation(3):
+            if variant == 2:
+                models[2].use_batch(local_batch, local_batch * n)
+            dist.barrier()
+            seconds[step, variant] = step_seconds(job, models[variant], optimizers[variant], local_batch)
+    taken = seconds[WARM_UP:]
+    raw = float(np.median(taken[:, 0]))
+    base = taken[:, :1]
+    paired = np.median(taken - base, axis=0)
+    return {
+        "model": kind,
+        "local_batch": local_batch,
+        "ranks": n,
+        "rounds": rounds,
+        "raw_ms": raw * 1e3,
+        "control_pct": 100 * paired[1] / raw,
+        "ours_pct": 100 * paired[2] / raw,
+        "ours_ms": paired[2] * 1e3,
+        "control_ms": paired[1] * 1e3,
+        "mean_control_pct": 100 * _middle_mean(taken[:, 1] - taken[:, 0]) / raw,
+        "mean_ours_pct": 100 * _middle_mean(taken[:, 2] - taken[:, 0]) / raw,
+        "spread_pct": 100 * float(np.subtract(*np.percentile(taken[:, 0], [75, 25]))) / raw,
+    }
+
+
+def _middle_mean(values: np.ndarray) -> float:
+    """Mean without the outermost 2% on each side: norms and plans fall on some steps only, so a median misses them."""
+    cut = len(values) // 50
+    return float(np.sort(values)[cut : len(values) - cut].mean())
+
+
+def limit(total: int, steps: int, largest: int) -> dict[str, Any]:
+    """Ours from an even start, then its split beside plain DDP's, LB-BSP's and the best that a search finds."""
+    job, n, rank = Images(min(total, largest)), dist.get_world_size(), dist.get_rank()
+    net = job.network()
+    optimizer = sgd(net)
+    model = HeteroDataParallel(net, optimizer)
+    loader = HeteroDataLoader(Numbers(total * steps), model=model, batch_size=total, shuffle=False, collate_fn=len)
+    seconds, plans, predicted = [], [], []
+    for size in loader:
+        seconds.append(step_seconds(job, model, optimizer, size))
+        plans.append(model.plan.local_batches)
+        predicted.append(model.plan.predicted_step_s or float("nan"))
+    settled = next(i for i in range(len(plans)) if len(set(plans[i:])) == 1)
+    ours = plans[-1]
+    coordinator = model.engine.coordinator
+    fitted = coordinator.planner.learner.model(*coordinator.job.bounds).cluster if rank == 0 else None
+    lb_bsp, lb_windows = _lb_bsp(fitted, total, n) if rank == 0 else (ours, 0)
+    lb_bsp = _from_first(lb_bsp)
+    even = tuple(total // n + (i < total % n) for i in range(n))
+    measured = _search(job, model, optimizer, rank, total, ours, even, lb_bsp)
+    tail = np.array(seconds[-100:])
+    return {
+        "total": total,
+        "splits": {"even": even, "lb-bsp": lb_bsp, "ours": ours},
+        **measured,
+        "settled_at": settled,
+        "near_final_at": _near_final(seconds),
+        "lb_bsp_windows": lb_windows,
+        "predicted_ms": 1e3 * float(np.median(predicted[-100:])),
+        "running_ms": 1e3 * float(np.median(tail)),
+        "prediction_error_pct": 100 * abs(float(np.median(predicted[-100:])) / float(np.median(tail)) - 1),
+        "plan_path": [list(p) for p, _ in itertools.groupby(plans)][:12],
+    }
+
+
+def _near_final(seconds: list[float]) -> int:
+    """First step from which the median of five steps stays within 5% of the median of the last hundred."""
+    goal = 1.05 * float(np.median(seconds[-100:]))
+    medians = [float(np.median(seconds[i : i + 5])) for i in range(len(seconds) - 5)]
+    slow = [i for i, value in enumerate(medians) if value > goal and i < 100]
+    return (slow[-1] + 1) if slow else 0
+
+
+def _lb_bsp(cluster: Any, total: int, n: int) -> tuple[tuple[int, ...], int]:
+    """Where LB-BSP's own planner ends on compute times of the fitted model, and after how many moves."""
+    planner = LbBspPlanner(Job(num_ranks=n, batch_size=total))
+    plan, moves = planner.plan(0), 0
+    for moves in range(3000):
+        batches = np.array([plan.local_batches])
+        before, backward = (curve.at(batches) for curve in (cluster.forward, cluster.backward))
+        planner.observe(
+            StepWindow(
+                first_step=moves,
+                local_batches=batches,
+                before_s=before,
+                ready_s=backward[..., None],
+                done_s=backward[..., None],
+                local_sqnorm=np.full((1, n), np.nan),
+                global_sqnorm=np.full(1, np.nan),
+            )
+        )
+        new = planner.plan(moves + 1)
+        if new.local_batches == plan.local_batches:
+            break
+        plan = new
+    return plan.local_batches, moves
+
+
+def _from_first(split: tuple[int, ...]) -> tuple[int, ...]:
+    values = torch.tensor(split)
+    dist.broadcast(values, 0)
+    return tuple(values.tolist())
+
+
+def _search(
+    job: Any,
+    model: Any,
+    optimizer: Any,
+    rank: int,
+    total: int,
+    ours: tuple[int, ...],
+    even: tuple[int, ...],
+    lb_bsp: tuple[int, ...],
+) -> dict[str, Any]:
+    """Step times of splits around ours, interleaved; the best few again beside ours."""
+    n, most = len(ours), len(job.images)
+    candidates = {ours, even, lb_bsp}
+    for share, (i, j) in itertools.product((0.01, 0.03, 0.08), itertools.permutations(range(n), 2)):
+        moved = list(ours)
+        moved[i] += max(1, round(share * total))
+        moved[j] -= max(1, round(share * total))
+        if min(moved) >= 1 and max(moved) <= most:
+            candidates.add(tuple(moved))
+    first = _interleaved(job, model, optimizer, rank, sorted(candidates), 10)
+    ranked = sorted(first, key=first.__getitem__)
+    chosen = list(dict.fromkeys([ours, even, lb_bsp, *ranked[:4]]))
+    again = _interleaved(job, model, optimizer, rank, chosen, 60)
+    best = min((s for s in chosen if s in ranked[:4] or s == ours), key=again.__getitem__)
+    return {
+        "num_candidates": len(candidates),
+        "even_ms": 1e3 * again[even],
+        "lb_bsp_ms": 1e3 * again[lb_bsp],
+        "ours_ms": 1e3 * again[ours],
+        "best_ms": 1e3 * again[best],
+        "best": best,
+        "ours_over_best": again[ours] / again[best],
+    }
+
+
+def _interleaved(
+    job: Any, model: Any, optimizer: Any, rank: int, splits: list[tuple[int, ...]], rounds: int
+) -> dict[tuple[int, ...], float]:
+    """Median step time of each split, in random order within each round."""
+    rng = np.random.default_rng(1)
+    seconds = np.zeros((rounds, len(splits)))
+    for r in range(rounds):
+        for k in rng.permutation(len(splits)):
+            split = splits[k]
+            model.use_batch(split[rank], sum(split))
+            seconds[r, k] = step_seconds(job, model, optimizer, split[rank])
+    medians = torch.from_numpy(np.median(seconds, axis=0))
+    dist.broadcast(medians, 0)  # every rank must choose the same
+    return dict(zip(splits, medians.tolist(), strict=True))
+
+
+def sharing(total: int, steps: int, disturbed: int, start: int) -> dict[str, Any]:
+    """A second load begins on one rank's share in mid-run."""
+    job, rank = Images(total), dist.get_rank()
+    net = job.network()
+    optimizer = sgd(net)
+    model = HeteroDataParallel(net, optimizer)
+    loader = HeteroDataLoader(Numbers(total * steps), model=model, batch_size=total, shuffle=False, collate_fn=len)
+    stop = threading.Event()
+
+    def load() -> None:
+        stream = torch.cuda.Stream()
+        matrix = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
+        with torch.cuda.stream(stream):
+            while not stop.is_set():
+                for _ in range(20):
+                    matrix @ matrix
+                stream.synchronize()
+
+    seconds, plans = [], []
+    for step, size in enumerate(loader):
+        if step == start and rank == disturbed:
+            threading.Thread(target=load, daemon=True).start()
+        seconds.append(step_seconds(job, model, optimizer, size))
+        plans.append(model.plan.local_batches)
+    stop.set()
+    changes = model.engine.coordinator.planner.learner.changes if rank == 0 else []
+    before = float(np.median(seconds[start - 50 : start]))
+    hit = float(np.median(seconds[start + 1 : start + 6]))
+    after = float(np.median(seconds[-50:]))
+    goal = 1.05 * after
+    medians = [float(np.median(seconds[i : i + 5])) for i in range(start, len(seconds) - 5)]
+    answered = next((i for i, value in enumerate(medians) if all(v <= goal for v in medians[i : i + 10])), -1)
+    return {
+        "disturbed_rank": disturbed,
+        "before_ms": before * 1e3,
+        "hit_ms": hit * 1e3,
+        "after_ms": after * 1e3,
+        "split_before": plans[start - 1],
+        "split_after": plans[-1],
+        "answered_after_steps": answered,
+        "changes": changes[-5:],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--jobs", required=True, help="JSON: a list of [function, keywords]")
+    options = parser.parse_args()
+    torch.cuda.set_device(0)
+    torch.backends.cudnn.benchmark = False  # local batches change: no search for kernels at each new size
+    dist.init_process_group(os.environ.get("CANNIKIN_BACKEND", "nccl"))
+    functions = {"overhead": overhead, "limit": limit, "sharing": sharing}
+    for name, keywords in json.loads(options.jobs):
+        began = time.perf_counter()
+        result = functions[name](**keywords)
+        if dist.get_rank() == 0:
+            result = {"job": name, **result, "took_s": time.perf_counter() - began}
+            with options.out.open("a") as file:
+                file.write(json.dumps(result) + "\n")
+            print(name, keywords, f"{result['took_s']:.0f} s", flush=True)
+        torch.cuda.empty_cache()
+        dist.barrier()
+    dist.barrier()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Which ranks wait for their data, and how long their loaders need for a batch: the L_i(b) of `perf`.
+
+Loading overlaps the step, so it shows only where it is the slower of the two: the whole interval of a rank that waits
+for its data is one observation of L_i. At a split that takes this into account there is next to no wait left, so a
+missing wait alone proves nothing. It does where the line promises one; elsewhere the line is lowered little by little,
+since the loader may have become faster meanwhile, until a wait confirms it or it no longer matters.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cannikin.core.perf import Curve
+from cannikin.core.records import BoolArray, StepWindow
+
+__all__ = ["LoadHistory"]
+
+_WAITS = 0.05  # share of the interval from which a wait counts, in most steps of a window,
+_STILL_WAITS = 0.01  # and from which it confirms a line that is known
+_APART = 1.25  # local batches with this ratio tell fixed from per-sample time
+_FADE = 0.99  # of a line that no wait confirms, a window
+_IDLE = 0.8  # below this share of the interval a line no longer matters
+
+
+class LoadHistory:
+    """For each rank whose loader is the limit the last two local batches, far enough apart, with their intervals."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._batches = np.zeros((2, num_ranks))  # the latest, and one other; 0 where there is none
+        self._seconds = np.zeros((2, num_ranks))
+
+    @property
+    def known(self) -> BoolArray:
+        """Ranks whose loader is, or was a short time ago, slower than the step, [n]."""
+        known: BoolArray = self._batches[0] > 0
+        return known
+
+    def observe(self, window: StepWindow) -> None:
+        """Take in one window; steps marked invalid are left out."""
+        if not window.load_s.any() and not self.known.any():
+            return
+        share = window.load_s / np.where(window.valid, window.interval_s, 1.0)
+        late = window.valid & (share > np.where(self.known, _STILL_WAITS, _WAITS))
+        for rank in np.flatnonzero(window.valid.any(axis=0)).tolist():
+            limited = late[:, rank].sum() > 0.5 * window.valid[:, rank].sum()
+            steps = np.flatnonzero(late[:, rank] if limited else window.valid[:, rank])
+            batch = window.local_batches[steps[-1], rank]
+            steps = steps[window.local_batches[steps, rank] == batch]
+            interval_s = float(np.median(window.interval_s[steps, rank]))
+            if limited:
+                self._add(rank, float(batch), interval_s)
+            elif self.known[rank]:
+                self._doubt(rank, self.curve().at(np.full(window.num_ranks, batch))[rank] / interval_s)
+
+    def curve(self) -> Curve:
+        """L_i: a line through both points of a rank, through the origin and the latest where there is one; else 0."""
+        (batch, other_batch), (seconds, other_seconds) = self._batches, self._seconds
+        per_sample = np.divide(seconds, batch, out=np.zeros_like(batch), where=batch > 0)
+        slope = np.divide(
+            seconds - other_seconds, batch - other_batch, out=np.zeros_like(batch), where=batch != other_batch
+        )
+        fixed = seconds - slope * batch
+        line = (other_batch > 0) & (slope > 0) & (fixed > 0)
+        return Curve(fixed_s=np.where(line, fixed, 0.0), per_sample_s=np.where(line, slope, per_sample))
+
+    def _add(self, rank: int, batch: float, interval_s: float) -> None:
+        """Make this the rank's latest point, and keep whichever of the old ones is far enough from it."""
+        for k in (0, 1):
+            old = self._batches[k, rank]
+            if old > 0 and max(batch / old, old / batch) >= _APART:
+                self._batches[1, rank], self._seconds[1, rank] = old, self._seconds[k, rank]
+                break
+        else:
+            self._batches[1, rank] = self._seconds[1, rank] = 0.0
+        self._batches[0, rank], self._seconds[0, rank] = batch, interval_s
+
+    def _doubt(self, rank: int, promised: float) -> None:
+        """No wait, where the line promises loading of this share of the interval."""
+        if _IDLE <= promised <= 1 + _WAITS:
+            self._seconds[:, rank] *= _FADE
+        else:
+            self._batches[:, rank] = self._seconds[:, rank] = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything learned, as plain lists."""
+        return {"batches": self._batches.tolist(), "seconds": self._seconds.tolist()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        shape = self._batches.shape
+        self._batches = np.array(state["batches"], dtype=np.float64).reshape(shape)
+        self._seconds = np.array(state["seconds"], dtype=np.float64).reshape(shape)

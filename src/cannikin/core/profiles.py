@@ -1,0 +1,97 @@
+"""Profiles: what a run has learned of each rank's device, in plain numbers, for a later run to start from.
+
+A profile is a dict that JSON can hold, with lists of one entry a local batch that was measured:
+
+    batches, forward_s, backward_s, steps    local batch, the two mean times at it, and the steps behind these
+    noise                                    relative scatter of one step's time
+    shared                                   num_ranks, and by bucket gammas (of this rank) and tails_s; or None
+
+`shared` depends on the model's buckets and on the network as well as on the device: it is used only where all ranks
+bring it, from a run with as many ranks, with as many buckets.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cannikin.core.learner import Learner
+from cannikin.core.records import BoolArray, FloatArray
+from cannikin.errors import StateError
+
+__all__ = ["load_profiles", "save_profiles"]
+
+_COLUMNS = ("batches", "forward_s", "backward_s", "steps")
+
+
+def save_profiles(learner: Learner) -> list[dict[str, Any] | None]:
+    """One profile a rank; None where nothing was measured."""
+    gammas, tails_s = learner.buckets() or (None, None)
+    saved: list[dict[str, Any] | None] = []
+    for rank in range(learner.num_ranks):
+        table = learner.history(rank)
+        if not table.size:
+            saved.append(None)
+            continue
+        shared = None
+        if gammas is not None and tails_s is not None:
+            shared = {
+                "num_ranks": learner.num_ranks,
+                "gammas": gammas[rank].tolist(),
+                "tails_s": tails_s.tolist(),
+            }
+        columns = dict(zip(_COLUMNS, table.tolist(), strict=True))
+        saved.append({**columns, "noise": learner.noise, "shared": shared})
+    return saved
+
+
+def load_profiles(learner: Learner, profiles: list[dict[str, Any] | None]) -> BoolArray:
+    """Fill a fresh learner's histories; which ranks are known then, [n]. A damaged profile changes nothing."""
+    if len(profiles) != learner.num_ranks:
+        raise StateError(f"{len(profiles)} profiles for {learner.num_ranks} ranks: give one a rank, None where unknown")
+    known = np.array([profile is not None for profile in profiles])
+    tables = {rank: _table(profiles[rank], rank) for rank in np.flatnonzero(known).tolist()}
+    noises = [float(_numbers(profiles[rank], "noise", rank, shape=())) for rank in tables]
+    shared = [_shared(profiles[rank], rank) for rank in tables]
+    for rank, table in tables.items():
+        learner.fill(rank, table)
+    if noises:
+        learner.noise = float(np.median(noises))
+    parts = [part for part in shared if part is not None and part[0] == learner.num_ranks]
+    if len(parts) == learner.num_ranks and len({len(tails) for _, _, tails in parts}) == 1:
+        learner.fill_buckets(np.stack([gammas for _, gammas, _ in parts]), np.median([t for _, _, t in parts], axis=0))
+    return known
+
+
+def _table(profile: Any, rank: int) -> FloatArray:
+    """The lists of a profile, checked, [4, K]."""
+    first = _numbers(profile, "batches", rank)
+    table = np.stack([_numbers(profile, name, rank, shape=first.shape) for name in _COLUMNS])
+    if table.ndim != 2 or not table.size or (table <= 0).any() or (table[0] < 1).any():
+        raise StateError(f"the profile of rank {rank} has impossible entries, {table.tolist()!r:.200}: delete it")
+    return table
+
+
+def _shared(profile: Any, rank: int) -> tuple[int, FloatArray, FloatArray] | None:
+    """Number of ranks, overlap ratios and tails of a profile, checked."""
+    shared = profile.get("shared")
+    if shared is None:
+        return None
+    tails = _numbers(shared, "tails_s", rank)
+    gammas = _numbers(shared, "gammas", rank, shape=tails.shape)
+    if tails.ndim != 1 or not tails.size or (np.diff(tails) > 0).any() or (gammas > 1).any() or gammas[-1] != 1:
+        raise StateError(f"the profile of rank {rank} has impossible buckets, {shared!r:.200}: delete it")
+    return int(_numbers(shared, "num_ranks", rank, shape=())), gammas, tails
+
+
+def _numbers(saved: Any, name: str, rank: int, shape: tuple[int, ...] | None = None) -> FloatArray:
+    """An entry of a profile as numbers that are finite and not negative."""
+    try:
+        numbers: npt.NDArray[np.float64] = np.array(saved[name], dtype=np.float64)
+    except (KeyError, TypeError, ValueError) as error:
+        raise StateError(f"the profile of rank {rank} has no numbers under {name!r}: delete it") from error
+    if not (np.isfinite(numbers) & (numbers >= 0)).all() or (shape is not None and numbers.shape != shape):
+        raise StateError(f"the profile of rank {rank} has {name}={saved[name]!r:.200}, which cannot be: delete it")
+    return numbers

@@ -1,0 +1,136 @@
+"""What every rank of the demonstration runs: the task under each policy in turn, `python -m cannikin.demo.train`.
+
+Rank 0 prints one JSON object a line: `progress` now and then, `result` once a policy is done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from cannikin.demo.data import load_data, make_network
+from cannikin.demo.settings import Task
+from cannikin.runtime.data import HeteroDataLoader
+from cannikin.runtime.parallel import HeteroDataParallel
+
+__all__ = ["main"]
+
+
+class Run:
+    """One policy's training: seconds count while it trains, not while it evaluates."""
+
+    def __init__(self, task: Task, policy: str, folder: Path | None, run_dir: Path) -> None:
+        torch.manual_seed(task.seed)
+        self.task, self.policy = task, policy
+        data, self.images, self.labels = load_data(task.dataset, folder)
+        net = make_network(task.dataset)
+        self.optimizer = torch.optim.SGD(net.parameters(), lr=task.lr, momentum=task.momentum)
+        self.model = HeteroDataParallel(net, self.optimizer, policy=policy, run_dir=run_dir / policy)
+        self.loader = HeteroDataLoader(
+            data,
+            model=self.model,
+            batch_size=task.batch_size,
+            max_batch_size=task.max_batch_size,
+            seed=task.seed,
+        )
+        self.most_samples = task.max_passes * len(data)
+        self.seconds, self.accuracy, self.samples = 0.0, 0.0, 0
+        self.step_seconds: list[float] = []
+        self.totals: list[tuple[int, int]] = []  # step, total batch from there on
+        self.curve: list[tuple[float, int, float]] = []  # seconds, samples, accuracy
+
+    def train(self) -> dict[str, Any]:
+        """Until the target is reached, or the passes are used up."""
+        while not self._is_done():
+            began = time.perf_counter()
+            for images, labels in self.loader:
+                self.optimizer.zero_grad()
+                loss = functional.cross_entropy(self.model(images), labels)
+                loss.backward()  # type: ignore[no-untyped-call]
+                self.optimizer.step()
+                self._count(time.perf_counter() - began)
+                if self.samples >= (len(self.curve) + 1) * self.task.samples_per_evaluation:
+                    self._evaluate()
+                    if self._is_done():
+                        break
+                began = time.perf_counter()
+        return self._result()
+
+    def _is_done(self) -> bool:
+        return self.accuracy >= self.task.target or self.model.progress * self.task.batch_size > self.most_samples
+
+    def _count(self, seconds: float) -> None:
+        """A step was taken."""
+        self.seconds += seconds
+        self.step_seconds.append(seconds)
+        entry, plan = self.model.engine.current_entry, self.model.plan
+        assert entry is not None
+        assert plan is not None
+        self.samples += entry.total_batch
+        if not self.totals or self.totals[-1][1] != plan.total_batch:
+            self.totals.append((len(self.step_seconds), plan.total_batch))
+
+    def _evaluate(self) -> None:
+        """Accuracy on the test set, by rank 0, for all."""
+        score = torch.zeros(1)
+        if dist.get_rank() == 0:
+            self.model.eval()
+            with torch.no_grad():
+                score[0] = (self.model.module(self.images).argmax(1) == self.labels).float().mean()
+            self.model.train()  # type: ignore[no-untyped-call]
+        dist.broadcast(score, 0)
+        self.accuracy = float(score)
+        self.curve.append((round(self.seconds, 3), self.samples, round(self.accuracy, 4)))
+        plan = self.model.plan
+        if dist.get_rank() == 0 and plan is not None:
+            line = {"kind": "progress", "policy": self.policy, "accuracy": self.accuracy, "seconds": self.seconds}
+            print(json.dumps({**line, "steps": len(self.step_seconds), "split": plan.local_batches}), flush=True)
+
+    def _result(self) -> dict[str, Any]:
+        plan = self.model.plan
+        assert plan is not None
+        reached = self.accuracy >= self.task.target
+        return {
+            "policy": self.policy,
+            "seconds_to_target": round(self.seconds, 3) if reached else None,
+            "median_step_ms": round(statistics.median(self.step_seconds) * 1e3, 2),
+            "last_steps_ms": round(statistics.median(self.step_seconds[-50:]) * 1e3, 2),
+            "accuracy": round(self.accuracy, 4),
+            "steps": len(self.step_seconds),
+            "samples": self.samples,
+            "final_split": plan.local_batches,
+            "total_batches": self.totals,
+            "curve": self.curve,
+        }
+
+
+def main() -> None:
+    """Train under every policy named."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--task", required=True, help="a Task as JSON")
+    parser.add_argument("--policies", required=True)
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--run-dir", type=Path, required=True)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    task = msgspec.json.decode(options.task, type=Task)
+    for policy in options.policies.split(","):
+        result = Run(task, policy, options.data, options.run_dir).train()
+        if dist.get_rank() == 0:
+            print(json.dumps({"kind": "result", **result}), flush=True)
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

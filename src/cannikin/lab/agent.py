@@ -1,0 +1,35 @@
+"""torchrun, with a note of what its ranks died of: `python -m cannikin.lab.agent NAME <torchrun's arguments>`.
+
+torchrun itself exits with 1 whatever a rank's status was, after a page of text.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from cannikin.lab.settings import FOLDER, note_deaths
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run torchrun on our arguments; exit with 1 where a rank failed."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    name, arguments = sys.argv[1], sys.argv[2:]
+    try:
+        torchrun(arguments)
+    except ChildFailedError as error:
+        statuses = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        note_deaths(Path(os.environ[FOLDER]), name, statuses)
+        sys.exit(1)
+    except SignalException as end:
+        sys.exit(128 + end.sigval)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""What a lab cluster is like: its ranks' speeds, their device time for a sample, the link between them."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from cannikin.errors import InvalidInputError
+
+__all__ = ["MAX_RANKS", "MECHANISMS", "LabCluster", "Slowdown", "parse_link", "parse_slowdown", "parse_speeds"]
+
+MECHANISMS = ("auto", "portable", "hosts", "mps")
+MAX_RANKS = 64  # processes on one machine
+SPEEDS = (1e-3, 1e3)
+_LINK_BIT_PER_S = (1e5, 1e12)
+_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slowdown:
+    """From its training forward number `step` on, a rank has `factor` times its own speed; the last one counts."""
+
+    rank: int
+    factor: float
+    step: int
+
+    def __post_init__(self) -> None:
+        if self.rank < 0 or self.step < 0:
+            raise InvalidInputError(f"slow: rank {self.rank} and step {self.step} must not be negative")
+        if not SPEEDS[0] <= self.factor <= SPEEDS[1]:
+            raise InvalidInputError(f"slow: factor {self.factor:g} must be from {SPEEDS[0]:g} to {SPEEDS[1]:g}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabCluster:
+    """A cluster to be made on this machine.
+
+    A training step of b samples takes a rank of speed v  fixed_s + sample_s b / v , of which the `forward_share` is
+    forward and the rest backward.
+
+    Args:
+        speeds: v of each rank, relative to one another; 1 is the device that `sample_s` is of.
+        names: of each rank, for people.
+        sample_s: device time of one sample in forward and backward together; None leaves it to the mechanism.
+        fixed_s: device time of a step that neither the batch nor the speed changes.
+        forward_share: part of the device time that is forward.
+        link_bit_per_s: bandwidth of each rank's link, in each direction; None for what the machine gives.
+        slowdowns: changes of speed in mid-run.
+    """
+
+    speeds: tuple[float, ...]
+    names: tuple[str, ...] = ()
+    sample_s: float | None = None
+    fixed_s: float = 0.0
+    forward_share: float = 1 / 3
+    link_bit_per_s: float | None = None
+    slowdowns: tuple[Slowdown, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.speeds) <= MAX_RANKS:
+            raise InvalidInputError(f"{len(self.speeds)} ranks: a lab cluster has from 1 to {MAX_RANKS}")
+        for rank, speed in enumerate(self.speeds):
+            if not SPEEDS[0] <= speed <= SPEEDS[1]:
+                raise InvalidInputError(f"speed {speed:g} of rank {rank} must be from {SPEEDS[0]:g} to {SPEEDS[1]:g}")
+        if self.names and len(self.names) != len(self.speeds):
+            raise InvalidInputError(f"{len(self.names)} names for {len(self.speeds)} ranks: give one each, or none")
+        if self.sample_s is not None and not (0 < self.sample_s <= 100):
+            raise InvalidInputError(f"sample_ms={self.sample_s * 1e3:g} must be above 0 and at most 100000")
+        if not 0 <= self.fixed_s <= 100:
+            raise InvalidInputError(f"fixed_ms={self.fixed_s * 1e3:g} must be from 0 to 100000")
+        if not 0 <= self.forward_share <= 1:
+            raise InvalidInputError(f"forward_share={self.forward_share:g} must be from 0 to 1")
+        if self.link_bit_per_s is not None and not _LINK_BIT_PER_S[0] <= self.link_bit_per_s <= _LINK_BIT_PER_S[1]:
+            raise InvalidInputError(f"link of {self.link_bit_per_s:g} bit/s must be from 100kbit to 1000gbit")
+        for slowdown in self.slowdowns:
+            if slowdown.rank >= len(self.speeds):
+                raise InvalidInputError(f"slow: there is no rank {slowdown.rank}, only 0 to {len(self.speeds) - 1}")
+
+    @property
+    def num_ranks(self) -> int:
+        """n."""
+        return len(self.speeds)
+
+
+def parse_speeds(text: str) -> tuple[float, ...]:
+    """Speeds of ranks from a list with commas.
+
+    Example:
+        >>> parse_speeds("1.0,0.5,0.25")
+        (1.0, 0.5, 0.25)
+    """
+    return tuple(_number(part, "ranks", "speeds with commas between, like 1.0,0.5,0.25") for part in text.split(","))
+
+
+def parse_link(text: str) -> float:
+    """Bandwidth in bit/s, as `tc` writes it.
+
+    Example:
+        >>> parse_link("1gbit"), parse_link("2.5 Mbit")
+        (1000000000.0, 2500000.0)
+    """
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([kmg]?)bit\s*", text.lower())
+    if match is None:
+        raise InvalidInputError(f"link {text!r}: write a number and kbit, mbit or gbit, like 400mbit or 1gbit")
+    return _number(match[1], "link", "a number and kbit, mbit or gbit") * _UNITS[match[2]]
+
+
+def parse_slowdown(text: str) -> Slowdown:
+    """A change of speed, RANK:FACTOR@STEP.
+
+    Example:
+        >>> parse_slowdown("1:0.5@100")
+        Slowdown(rank=1, factor=0.5, step=100)
+    """
+    match = re.fullmatch(r"(\d+):([^@]+)@(\d+)", text.strip())
+    if match is None:
+        raise InvalidInputError(f"slow {text!r}: write RANK:FACTOR@STEP, like 1:0.5@100 for half its speed from there")
+    factor = _number(match[2], "slow", "RANK:FACTOR@STEP, like 1:0.5@100")
+    return Slowdown(rank=int(match[1]), factor=factor, step=int(match[3]))
+
+
+def _number(text: str, what: str, wanted: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise InvalidInputError(f"{what}: {text.strip()!r} is not a number: write {wanted}")
+    return value

@@ -1,0 +1,99 @@
+"""The mechanism for a machine with an NVIDIA GPU: each rank has a share of its multiprocessors, by MPS.
+
+All ranks are on one device, which NCCL refuses, so scripts have to use gloo: `HeteroDataParallel` takes it from
+CANNIKIN_BACKEND when it makes the process group. LOCAL_RANK is 0 on every rank, as scripts choose their device by it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import subprocess
+from contextlib import ExitStack
+from pathlib import Path
+
+from cannikin.errors import MechanismError
+from cannikin.lab.cluster import LabCluster
+from cannikin.lab.mechanism import Agent, Layout, agent_command
+from cannikin.lab.settings import RankSettings
+
+__all__ = ["Mps", "shares_percent"]
+
+_CONTROL = "nvidia-cuda-mps-control"
+
+
+class Mps:
+    """Shares of one GPU in proportion to the speeds."""
+
+    name = "mps"
+
+    def missing(self, cluster: LabCluster) -> str | None:
+        """MPS's own tool and a GPU are needed; links and changes of speed are not to be had."""
+        if cluster.link_bit_per_s is not None:
+            return "it cannot slow a link: use --mechanism hosts, or leave --link out"
+        if cluster.slowdowns or cluster.sample_s is not None:
+            return "a GPU's own time is what it takes: leave sample_ms and slow out, or use --mechanism portable"
+        if shutil.which(_CONTROL) is None:
+            return f"{_CONTROL} is not on the path: it comes with NVIDIA's driver"
+        if not Path("/dev/nvidiactl").exists():
+            return "there is no NVIDIA GPU here"
+        return None
+
+    def words(self, cluster: LabCluster) -> str:
+        """The shares."""
+        shares = ", ".join(f"{share}%" for share in shares_percent(cluster.speeds))
+        return f"ranks have {shares} of one GPU's multiprocessors, LOCAL_RANK is 0 and CANNIKIN_BACKEND gloo"
+
+    def set_up(self, cluster: LabCluster, folder: Path, undo: ExitStack) -> Layout:
+        """Start a daemon of our own, to be stopped at the end."""
+        device = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0] or "0"
+        directories = {
+            "CUDA_MPS_PIPE_DIRECTORY": str(folder / "mps-pipe"),
+            "CUDA_MPS_LOG_DIRECTORY": str(folder / "mps-log"),
+        }
+        for directory in directories.values():
+            os.mkdir(directory)
+        daemon = {**os.environ, **directories, "CUDA_VISIBLE_DEVICES": device}
+        undo.callback(_control, daemon, "quit -t 5\n")
+        started = _control(daemon, None, "-d")
+        if started.returncode != 0:
+            said = (started.stderr or started.stdout).strip().replace("\n", " ")
+            raise MechanismError(f"{_CONTROL} -d failed: {said or f'exit status {started.returncode}'}")
+        # The daemon numbers the devices it sees from 0; a name stays what it is.
+        seen = device if device.startswith(("GPU-", "MIG-")) else "0"
+        environment = {**directories, "CUDA_VISIBLE_DEVICES": seen, "CANNIKIN_BACKEND": "gloo"}
+        command = agent_command("0", folder, "--standalone", f"--nproc-per-node={cluster.num_ranks}")
+        ranks = [
+            RankSettings(environment={"LOCAL_RANK": "0", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(share)})
+            for share in shares_percent(cluster.speeds)
+        ]
+        return Layout(agents=[Agent(name="0", command=command, environment=environment)], ranks=ranks)
+
+
+def shares_percent(speeds: tuple[float, ...]) -> list[int]:
+    """Whole percents of one GPU: the speeds themselves where they fit on it together, else in proportion to them.
+
+    Example:
+        >>> shares_percent((0.6, 0.25, 0.12))
+        [60, 25, 12]
+        >>> shares_percent((1.0, 0.5, 0.25))
+        [57, 28, 14]
+    """
+    whole = max(1.0, sum(speeds))
+    return [max(1, math.floor(100 * speed / whole + 1e-9)) for speed in speeds]
+
+
+def _control(environment: dict[str, str], text: str | None, *options: str) -> subprocess.CompletedProcess[str]:
+    """One call of MPS's tool; in a session of its own, so that the terminal's interrupt does not end the daemon."""
+    return subprocess.run(
+        [_CONTROL, *options],
+        input=text,
+        stdin=None if text is not None else subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=30,
+        check=False,
+        start_new_session=True,
+    )

@@ -1,0 +1,216 @@
+"""Makes a rank as slow as its device: torch's public hooks around forward and backward, with sleep between real work.
+
+Forward ends no earlier than the device's would. In backward every layer with parameters takes the same part of the
+device's time, and its gradients appear when its part has passed: buckets become ready one after another as on a real
+device, and all-reduces overlap with the backward of earlier layers. It is all sleep, so that ranks leave the cores to
+one another; only the rank's own work counts against the budget, since backward is over before DDP waits for others.
+
+Hooks used: the global forward (pre-)hooks, which see every module; a tensor hook on each output, for the moment
+backward begins; a tensor hook on each parameter, which runs before DDP hears of its gradient. No full backward hook:
+those break modules that work in place.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from cannikin.lab.device import Device, Pace
+
+__all__ = ["Throttle"]
+
+# Real work is judged over these training forwards; before them DDP rebuilds buckets and allocators warm up.
+_JUDGED = range(5, 25)
+_MOST_WORK = 1 / 3
+
+
+class Throttle:
+    """Slows the training steps of whatever outermost modules the process runs; evaluation keeps its speed."""
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+        warn: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
+    ) -> None:
+        self._device = device
+        self._clock, self._sleep = clock, sleep
+        self._warn = warn
+        self._outermost: torch.nn.Module | None = None
+        self._forward: Pace | None = None
+        self._roots: weakref.WeakKeyDictionary[torch.nn.Module, _Root] = weakref.WeakKeyDictionary()
+        self._inner: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # modules inside the roots
+        self._num_forwards = 0
+        self._judged_work_s = self._judged_budget_s = 0.0
+        self._handles: list[Any] = []
+
+    def install(self) -> None:
+        """Begin to slow this process."""
+        self._handles = [
+            register_module_forward_pre_hook(self._before_module),
+            register_module_forward_hook(self._after_module, with_kwargs=True, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        """Slow nothing from now on."""
+        for handle in self._handles:
+            handle.remove()
+        for root in self._roots.values():
+            root.remove()
+
+    def _before_module(self, module: torch.nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():  # inside of a module that is compiled, which has these hooks itself
+            return
+        if self._outermost is None:
+            self._outermost = module
+            if self._is_training(module):
+                self._forward = self._pace()
+        elif self._forward is not None and module is _inside(self._outermost):
+            self._forward = self._pace()  # DDP may have waited for other ranks' buffers: not this rank's work
+
+    def _after_module(self, module: torch.nn.Module, args: Any, *rest: Any) -> None:
+        if torch.compiler.is_compiling() or module is not self._outermost:
+            return
+        pace, self._outermost, self._forward = self._forward, None, None
+        output, kwargs = rest[-1], rest[0] if len(rest) == 2 else {}
+        if pace is None or output is None:  # not a training forward, or it raised
+            return
+        num_samples = next((len(tensor) for tensor in _tensors((args, kwargs)) if tensor.ndim > 0), 1)
+        forward_s, backward_s = self._device.times_s(num_samples=num_samples, forward=self._num_forwards)
+        self._root(module).expect(output, backward_s)
+        pace.budget_s = forward_s
+        pace.reach()
+        self._judge(pace)
+        self._num_forwards += 1
+
+    def _is_training(self, module: torch.nn.Module) -> bool:
+        # Loss functions have no parameters; a checkpointed module comes again by itself, in backward.
+        return (
+            torch.is_grad_enabled()
+            and _inside(module).training
+            and module not in self._inner
+            and any(parameter.requires_grad for parameter in module.parameters())
+        )
+
+    def _root(self, module: torch.nn.Module) -> _Root:
+        if module not in self._roots:
+            self._roots[module] = _Root(module, self._pace, self._judge)
+            self._inner.update(part for part in module.modules() if part is not module)
+        return self._roots[module]
+
+    def _pace(self) -> Pace:
+        return Pace(self._clock, self._sleep)
+
+    def _judge(self, pace: Pace) -> None:
+        """Say once if real work takes so much of the device's time that speeds are not as asked."""
+        if self._num_forwards in _JUDGED:
+            self._judged_work_s += pace.work_s
+            self._judged_budget_s += pace.budget_s
+        elif self._num_forwards == _JUDGED.stop and self._judged_budget_s > 0:
+            share = self._judged_work_s / self._judged_budget_s
+            self._judged_budget_s = 0.0
+            if share > _MOST_WORK:
+                sample_ms = self._device.sample_s * 1e3
+                self._warn(
+                    f"cannikin lab: real work takes {share:.0%} of this rank's device time, more than a third: speeds "
+                    f"may be off; raise --sample-ms from {sample_ms:.3g} to about {sample_ms * share / _MOST_WORK:.2g}"
+                )
+
+
+class _Root:
+    """One outermost module in training: its layers, and its backward while it happens."""
+
+    def __init__(self, module: torch.nn.Module, make_pace: Callable[[], Pace], judge: Callable[[Pace], None]) -> None:
+        self._make_pace, self._judge = make_pace, judge
+        self._pace: Pace | None = None
+        self._arrived: set[int] = set()  # layers whose gradient has appeared
+        self._begun: set[int] = set()  # forwards that this backward goes through
+        self._num_expected = 0  # forwards so far
+        self._handles = []
+        layers = [_trained_parameters(part) for part in module.modules()]
+        layers = [layer for layer in layers if layer]
+        self._num_layers = len(layers)  # at first; then as many as the backward before had
+        for number, layer in enumerate(layers):
+            self._handles += [_hook(parameter, self._arrival_of(number)) for parameter in layer]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def expect(self, output: Any, backward_s: float) -> None:
+        """A training forward returned this; its backward is to last so long."""
+        self._close()
+        self._num_expected += 1
+        number = self._num_expected
+
+        def begin(gradient: torch.Tensor) -> None:
+            if self._pace is None or len(self._arrived) >= self._num_layers:
+                self._close()
+                self._pace = self._make_pace()
+            if number not in self._begun:
+                self._begun.add(number)
+                self._pace.budget_s += backward_s
+
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
+                _hook(tensor, begin)
+
+    def _arrival_of(self, layer: int) -> Callable[[torch.Tensor], None]:
+        def arrive(gradient: torch.Tensor) -> None:
+            if self._pace is None:  # a backward that went through no output
+                return
+            self._arrived.add(layer)
+            self._pace.reach(min(1.0, len(self._arrived) / self._num_layers))
+
+        return arrive
+
+    def _close(self) -> None:
+        """The backward before is over: the next will have as many layers."""
+        if self._pace is not None and self._arrived:
+            self._judge(self._pace)
+            self._num_layers = len(self._arrived)
+        self._pace = None
+        self._arrived = set()
+        self._begun = set()
+
+
+def _hook(tensor: torch.Tensor, call: Callable[[torch.Tensor], None]) -> Any:
+    """Have this called with the tensor's gradient; a model saved whole leaves it behind without a warning."""
+    left_behind: Any = torch.utils.hooks.unserializable_hook
+    register: Any = tensor.register_hook
+    return register(left_behind(call))
+
+
+def _inside(module: torch.nn.Module) -> torch.nn.Module:
+    """The user's module in DDP, or the module itself."""
+    inside: torch.nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
+    return inside
+
+
+def _trained_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad]
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in a nest of lists, tuples, mappings and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _tensors(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors(part)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for item in fields(value):
+            yield from _tensors(getattr(value, item.name))
