@@ -5,11 +5,11 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test lint format bench clean
+.PHONY: demo test lint format bench examples clean
 .DEFAULT_GOAL := demo
 
 demo: $(READY)
-	$(BIN)/cannikin plan examples/clusters/three-kinds.toml --batch 1024
+	$(BIN)/cannikin demo
 
 test: $(READY)
 	$(BIN)/pytest -n 2 --dist loadgroup
@@ -35,6 +35,12 @@ $(READY): constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[torch,dev]'
 	touch $@
+
+# Each example at its reduced size, on real data: make examples DATA=folder
+examples: $(READY)
+	for name in cifar10 ncf char_lm speech_ctc; do \
+	  OMP_NUM_THREADS=1 timeout 300 $(BIN)/torchrun --standalone --nproc-per-node=2 \
+	    examples/$$name.py --data $(DATA) --quick || exit 1; done
 
 clean:
 	rm -rf $(VENV) .bench .mypy_cache .pytest_cache .ruff_cache .hypothesis

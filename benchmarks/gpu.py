@@ -27,15 +27,19 @@ PARTS: dict[str, list[Launch]] = {
             "overhead",
             THREE,
             [
-                ("overhead", {"kind": "resnet18", "local_batch": 64, "rounds": 300}),
-                ("overhead", {"kind": "resnet18", "local_batch": 256, "rounds": 200}),
-                ("overhead", {"kind": "gpt2-small", "local_batch": 2, "rounds": 60}),
+                ("overhead", {"kind": "resnet18", "local_batch": 64, "rounds": 240}),
+                ("overhead", {"kind": "resnet18", "local_batch": 256, "rounds": 160}),
+                ("overhead", {"kind": "gpt2-small", "local_batch": 2, "rounds": 80}),
             ],
         )
     ],
     "limit": [
-        ("limit", THREE, [("limit", {"total": total, "steps": 180, "largest": 4096}) for total in (192, 768, 1536)]),
-        ("limit", FOUR, [("limit", {"total": total, "steps": 180, "largest": 4096}) for total in (384, 1536, 4096)]),
+        (
+            "limit",
+            THREE,
+            [("limit", {"total": total, "steps": 180, "largest": 4096}) for total in (192, 768, 1536, 4096)],
+        ),
+        ("limit", FOUR, [("limit", {"total": total, "steps": 180, "largest": 4096}) for total in (384, 1536)]),
     ],
     "sharing": [("sharing", THREE, [("sharing", {"total": 1536, "steps": 320, "disturbed": 0, "start": 150})])],
 }
@@ -62,21 +66,22 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def _overhead_line(r: dict[str, Any]) -> str:
-    return (
-        f"overhead {r['model']:10} b={r['local_batch']:<4d} x{r['ranks']} raw {r['raw_ms']:7.2f} ms (IQR "
-        f"{r['spread_pct']:.1f}%)  paired median: control {r['control_pct']:+.2f}% ({r['control_ms']:+.2f} ms), "
-        f"ours {r['ours_pct']:+.2f}% ({r['ours_ms']:+.2f} ms); mean: control {r['mean_control_pct']:+.2f}%, "
-        f"ours {r['mean_ours_pct']:+.2f}%"
-    )
+    cells = [
+        f"{variant} {apart:+.2f} ms ({apart / r['raw_ms']:+.2%}, mean {r['mean_ms'][variant] / r['raw_ms']:+.2%})"
+        for variant, apart in r["median_ms"].items()
+        if variant != "raw"
+    ]
+    head = f"overhead {r['model']} b={r['local_batch']} on {r['ranks']} ranks, {r['rounds']} rounds"
+    return f"{head}: raw {r['raw_ms']:.2f} ms (IQR {r['spread_pct']:.1f}%); paired: {'; '.join(cells)}"
 
 
 def _limit_line(r: dict[str, Any]) -> str:
+    best_ms = r["split_ms"]["best"]
+    cells = [f"{name} {ms:.1f} ms ({ms / best_ms:.3f}) {r['splits'][name]}" for name, ms in r["split_ms"].items()]
     return (
-        f"limit B={r['total']:<5d} even {r['even_ms']:6.1f}  lb-bsp {r['lb_bsp_ms']:6.1f}  ours {r['ours_ms']:6.1f}  "
-        f"best {r['best_ms']:6.1f} ms of {r['num_candidates']}: ours/best {r['ours_over_best']:.3f}; "
-        f"predicted {r['predicted_ms']:.1f}, running {r['running_ms']:.1f} ({r['prediction_error_pct']:.1f}%); "
-        f"settled at step {r['settled_at']}, within 5% from {r['near_final_at']}; "
-        f"ours {r['splits']['ours']}, best {r['best']}"
+        f"limit B={r['total']}: {'; '.join(cells)}; of {r['num_candidates']} splits; "
+        f"predicted {r['predicted_ms']:.1f}, running {r['running_ms']:.1f} ms ({r['prediction_error_pct']:.1f}%); last change at step {r['settled_at']}; "
+        f"LB-BSP after {r['lb_bsp_windows']} moves"
     )
 
 

@@ -35,11 +35,13 @@ from cannikin.errors import InvalidInputError, StateError
 
 __all__ = ["Controller", "window_steps"]
 
-_TRUST = 2.0  # a rank is never given more than this times the largest batch it was measured at
+_TRUST = 2.0  # a rank is never given more than this times the largest batch it was measured at,
+_TRUST_DOWN = 4.0  # nor less than the smallest over this
 _GROWTH = 2.0  # nor does the total batch grow by more than this at a time: times are extrapolated
-# Gains in step time that are not worth a change: this much in any case, and these multiples of the precision to which
-# a rank's time is known. The best of n noisy times looks 1 to 2 times that better than it is: equal ranks stay even.
+# Gains in step time that are not believed: this much in any case, and these multiples of the precision to which a
+# rank's time is known. The best of n noisy times looks 1 to 2 times that better than it is: equal ranks stay even.
 _SAME, _STAY, _EVEN = 0.002, 0.25, 1.5
+_WORTH = 0.005  # what a change of batches must promise at least: at a new size a GPU has one slow step
 _NOISE_STEPS = 20  # steps before the noise scale is believed
 _LOADING = 0.9  # a rank whose loader takes this share of a step at least is said to wait for its data
 
@@ -135,9 +137,10 @@ class Controller:
 
     def _solver(self, cluster: Cluster) -> SplitSolver:
         """The solver for this model, within reach of what has been measured."""
-        _, largest = self.learner.batch_range()
-        trusted = np.minimum(cluster.max_batch, np.ceil(_TRUST * largest).astype(np.int64))
-        return SplitSolver(replace(cluster, max_batch=np.maximum(trusted, cluster.min_batch)))
+        smallest, largest = self.learner.batch_range()
+        least = np.maximum(cluster.min_batch, np.floor(smallest / _TRUST_DOWN).astype(np.int64))
+        most = np.minimum(cluster.max_batch, np.ceil(_TRUST * largest).astype(np.int64))
+        return SplitSolver(replace(cluster, min_batch=np.minimum(least, most), max_batch=np.maximum(most, least)))
 
     def _second(self, step: int, cluster: Cluster) -> Plan:
         """The second window's plan: equation 8."""
@@ -167,7 +170,9 @@ class Controller:
             now_s = step_time(cluster, now.local_batches)
             if batches == now.local_batches:
                 said = f"kept: {said}"
-            elif now_s <= best_s * (1 + max(_SAME, _STAY * precision)):
+            elif phase == "even" and now.phase == "inverse":
+                pass  # what was tried only to see a second batch size is not worth keeping
+            elif now_s <= best_s * (1 + max(_WORTH, _STAY * precision)):
                 batches, phase = now.local_batches, now.phase if now.phase == "even" else "optperf"
                 said = f"kept: the best split would be {1 - best_s / now_s:.1%} faster"
             else:

@@ -96,7 +96,8 @@ def window_record(
 
     Only the valid steps of the most frequent split count (the latest such split, should two be equally frequent): a
     plan that took effect inside the window, or an epoch's short last batch, does not blur the medians. There is no
-    timeline where no step counts on every rank.
+    timeline where no step counts on every rank. `other_ms` is a mean over all valid steps: what happens in few of them
+    has a median of 0.
 
     Args:
         window: what was measured, at least one step.
@@ -121,7 +122,8 @@ def window_record(
     step_s = _medians(window.step_s.T, counted.T)
     columns = {"before_ms": window.before_s, "backward_ms": backward_s, "done_ms": done_s}
     columns["wait_ms"] = _waits(done_s - backward_s, counted)
-    columns |= {name: extra for name, extra in (("loader_ms", loader_s), ("other_ms", other_s)) if extra is not None}
+    if loader_s is not None:
+        columns["loader_ms"] = loader_s
     return WindowRecord(
         first_step=window.first_step,
         num_steps=window.num_steps,
@@ -135,6 +137,7 @@ def window_record(
         num_skipped=num_skipped,
         noise=noise,
         timeline=_timeline(window, np.where(counted.all(axis=1), step_s, np.inf)),
+        other_ms=() if other_s is None else _row_ms(_means(other_s, window.valid)),
         **{name: _row_ms(_medians(values, counted)) for name, values in columns.items()},
     )
 
@@ -192,6 +195,14 @@ def _medians(values: FloatArray, counted: BoolArray) -> FloatArray:
     num, column = finite.sum(axis=0), np.arange(values.shape[1])
     middle: FloatArray = (ordered[(num - 1) // 2, column] + ordered[num // 2 - (num == 0), column]) / 2
     return middle
+
+
+def _means(values: FloatArray, counted: BoolArray) -> FloatArray:
+    """Mean of each column over its finite counted entries; inf where it has none."""
+    finite = counted & np.isfinite(values)
+    num = finite.sum(axis=0)
+    means: FloatArray = np.where(num > 0, np.where(finite, values, 0.0).sum(axis=0) / np.maximum(num, 1), np.inf)
+    return means
 
 
 def _timeline(window: StepWindow, step_s: FloatArray) -> Timeline | None:

@@ -132,7 +132,8 @@ class WindowRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
         done_ms: end of the last all-reduce after start of backward, [n].
         wait_ms: part of done_ms - backward_ms spent waiting for a slower rank, [n]; the rest is communication that no
             computing hid.
-        loader_ms, other_ms: waiting for data, and the user's own work between steps, [n]; () where not measured.
+        loader_ms, other_ms: waiting for data, and the user's own work between steps (a mean over all valid steps, for
+            an evaluation is in few of them), [n]; () where not measured.
         elapsed_ms: since the run started, by the caller's clock (simulated time in a simulation).
         progress: passes over the data at the initial batch size, so far.
         lr_factor: by which the learning rate was multiplied at the window's end.

@@ -140,11 +140,12 @@ class Coordinator:
         self._exchange.start_gather(sent)
 
     def _learn(self, first_step: int, num_steps: int, free_step: int) -> None:
-        sent = self._exchange.finish_gather()
+        # On every rank, though only rank 0 learns of it: all must stop where their cuts differ.
+        report = merge_windows(self._exchange.finish_gather(), first_step, num_steps, loaded_alone=self._loaded_alone)
         if self._thread is not None:
-            self._report = merge_windows(sent, first_step, num_steps, loaded_alone=self._loaded_alone)
-            self._num_nonfinite += self._report.window.num_nonfinite
-            self._decided = self._thread.submit(self._plan, self._report, free_step + self._report.num_ahead)
+            self._report = report
+            self._num_nonfinite += report.window.num_nonfinite
+            self._decided = self._thread.submit(self._plan, report, free_step + report.num_ahead)
 
     def _plan(self, report: Report, free_step: int) -> Decision:
         """Learn from the window and plan; a planner that fails costs its plans, not the training."""
@@ -198,9 +199,9 @@ class Coordinator:
 
 def _checked(plan: Plan, num_ranks: int) -> Plan:
     """A plan that can be carried out, whoever made it."""
-    if len(plan.local_batches) != num_ranks or min(plan.local_batches) < 1:
-        raise InvalidInputError(
-            f"the planner gave local batches {plan.local_batches} for {num_ranks} ranks: it must give each rank one, "
-            "of at least 1"
-        )
+    for name, counts in (("local batches", plan.local_batches), ("micro-batches", plan.micro_batches)):
+        if len(counts) != num_ranks or min(counts) < 1:
+            raise InvalidInputError(
+                f"the planner gave {name} {counts} for {num_ranks} ranks: it must give each rank one, of at least 1"
+            )
     return plan

@@ -342,7 +342,7 @@ class Engine:
             return share * self.world_size * share_of(self._state, step) if inward else share
 
         marked, num_marked = mark_outputs(output, at_backward)
-        if num_marked == 0 and step.entry.step == 0:
+        if num_marked == 0 and self._num_taken == 1:
             self._explain_unmarked(output, needed=inward or part is not None)
         return marked
 

@@ -71,7 +71,7 @@ def largest_batch(batches: list[int], peaks: list[int], limit: int) -> int:
     slope, base = np.polyfit(batches, peaks, 1).tolist()
     if slope <= 0:
         return NO_MAX
-    return max(int((_HEADROOM * limit - base) / slope), max(batches))
+    return max(int(round((_HEADROOM * limit - base) / slope, 6)), max(batches))  # 169.999999999 is 170
 
 
 class MemoryGauge:

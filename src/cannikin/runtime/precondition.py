@@ -12,7 +12,7 @@ import torch
 __all__ = ["InverseVariance", "is_adam"]
 
 _ADAM_FAMILY = ("Adam", "AdamW", "NAdam", "RAdam")
-_FIRST_STEPS = 10  # v of a few gradients says little: a parameter seldom used would outweigh all others
+_FIRST_STEPS = 30  # v of a few gradients says little: a parameter seldom used would outweigh all others
 _FLOOR = 1e-4  # least v, in means of v: parameters without a gradient must not count infinitely
 
 
@@ -38,7 +38,7 @@ class InverseVariance:
         state = self._optimizer.state
         if self._num_steps < _FIRST_STEPS or any("exp_avg_sq" not in state.get(p, {}) for p in parameters):
             return None
-        variance = torch.cat([_flat(state[p]["exp_avg_sq"]) for p in parameters])
+        variance = torch.cat([_flat(state[p]["exp_avg_sq"], p) for p in parameters])
         variance = variance.to(torch.promote_types(variance.dtype, torch.float32))
         variance /= 1 - self._decay(parameters[0]) ** state[parameters[0]]["step"]
         return variance.clamp_(min=_FLOOR * variance.mean()).clamp_(min=1e-30).reciprocal_()
@@ -50,6 +50,8 @@ class InverseVariance:
         return self._decays[id(parameter)]
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements in the order they have in memory, which is the order they have in a bucket."""
-    return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+def _flat(variance: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """The elements in the order that the parameter's have in memory, which is the order they have in a bucket."""
+    if variance.stride() != parameter.stride():  # a loaded state may have another order, such as that of the indices
+        variance = torch.empty_like(parameter, dtype=variance.dtype).copy_(variance)
+    return variance.detach().as_strided((variance.numel(),), (1,), variance.storage_offset())

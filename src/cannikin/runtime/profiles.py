@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import socket
-import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -82,11 +81,17 @@ class ProfileStore:
         if not found or models is None:  # what is not ours is not overwritten
             return
         models[self._model] = {**models.get(self._model, {}), **found}
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"format": _FORMAT, "version": _VERSION, "models": models})
-        with tempfile.NamedTemporaryFile("w", dir=self._path.parent, delete=False) as file:
-            file.write(text)
-        os.replace(file.name, self._path)
+        try:
+            self._replace(text)
+        except OSError as error:
+            warnings.warn(f"profiles={str(self._path)!r} cannot be written ({error})", RuntimeWarning, stacklevel=2)
+
+    def _replace(self, text: str) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self._path.with_name(f"{self._path.name}.{os.getpid()}.part")
+        unfinished.write_text(text)
+        os.replace(unfinished, self._path)
 
     def _read(self) -> dict[str, Any] | None:
         """Profiles by model and device; None where there is a file that has none."""
@@ -97,8 +102,10 @@ class ProfileStore:
             if content["format"] != _FORMAT or content["version"] != _VERSION:
                 raise ValueError(f"format {content['format']!r}, version {content['version']!r}")
             models: dict[str, Any] = content["models"]
+            if not all(isinstance(part, dict) for part in (models, *models.values())):
+                raise ValueError("profiles are not sorted by model and device")
             return models
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             warnings.warn(
                 f"profiles={str(self._path)!r} cannot be read and is left out ({error}): every rank is learned afresh",
                 RuntimeWarning,

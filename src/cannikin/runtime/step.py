@@ -38,7 +38,6 @@ class StepInProgress:
     previous_dots: list[torch.Tensor | None] = field(default_factory=list)  # with the gradient of the step before
     optimizer_start: Any = None
     optimizer_end: Any = None
-    num_unsynced: int = 0  # backward passes under no_sync that went into this step's gradient
     synced: bool = False  # the communication hook has run
     valid: bool = True
 
@@ -47,13 +46,10 @@ class StepInProgress:
         for places in (self.ready, self.done, self.local_sqnorms, self.global_sqnorms, self.previous_dots):
             places.extend([None] * (num_buckets - len(places)))
 
-    def norms(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """|g_i|^2, |g|^2 and g . g' with the step before, still on their device; None where not taken."""
-        local, total, dot = (_total(parts) for parts in (self.local_sqnorms, self.global_sqnorms, self.previous_dots))
-        if self.loss_scale is None:
-            return local, total, dot
-        unscale = self.loss_scale.double().pow(-2)
-        return tuple(None if norm is None else norm * unscale for norm in (local, total, dot))  # type: ignore[return-value]
+    def norms(self) -> list[list[torch.Tensor]]:
+        """|g_i|^2, |g|^2 and g . g' with the step before, each by bucket and on its device; [] where not taken."""
+        kinds = (self.local_sqnorms, self.global_sqnorms, self.previous_dots)
+        return [[part for part in parts if part is not None] if None not in parts else [] for parts in kinds]
 
     @property
     def backward_began(self) -> bool:
@@ -78,7 +74,7 @@ class StepInProgress:
             done_s=done,
             load_s=load_s,
             other_s=other,
-            valid=self.valid and self.num_unsynced == 0 and not self.entry.is_padding,
+            valid=self.valid and not self.entry.is_padding,
         )
 
 
@@ -100,8 +96,3 @@ class StepRecord:
     load_s: float = 0.0
     other_s: float = 0.0
     valid: bool = True
-
-
-def _total(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
-    known = [part for part in parts if part is not None]
-    return torch.stack(known).sum() if known and len(known) == len(parts) else None

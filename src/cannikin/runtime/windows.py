@@ -42,13 +42,25 @@ class Report:
 
 
 def start_reading(steps: list[StepInProgress]) -> HostCopy:
-    """Begin to copy the norms of these steps to the host, [S, 3], NaN where not taken."""
-    norms = [norm for step in steps for norm in step.norms()]
-    device = next((norm.device for norm in norms if norm is not None), torch.device("cpu"))
-    missing = torch.full((), torch.nan, device=device)
-    # A norm that is not a number becomes infinite, for NaN says that none was taken.
-    read = torch.stack([missing if n is None else n.float().nan_to_num(torch.inf, torch.inf) for n in norms])
-    return HostCopy(read.view(-1, _NORMS))
+    """Begin to copy the norms of these steps to the host, [S, 3], in a few kernels for all of them.
+
+    Where none was taken there is 0; a norm that is not a number is infinite.
+    """
+    kinds = [kind for step in steps for kind in step.norms()]
+    taken = [norm for kind in kinds for norm in kind]
+    if not taken:
+        return HostCopy(torch.zeros(len(steps), _NORMS))
+    dtype, device = taken[0].dtype, taken[0].device
+    num_buckets = max(len(kind) for kind in kinds)
+    nothing = torch.zeros((), dtype=dtype, device=device)
+    cells = [norm.to(dtype) for kind in kinds for norm in [*kind, *[nothing] * (num_buckets - len(kind))]]
+    norms = torch.stack(cells).view(len(steps), _NORMS, num_buckets).sum(-1).nan_to_num(torch.inf, torch.inf)
+    scales = [step.loss_scale for step in steps]
+    if any(scale is not None for scale in scales):
+        one = torch.ones((), device=device)
+        scale = torch.stack([one if scale is None else scale.view(()) for scale in scales])
+        norms = norms / scale.double().square().unsqueeze(-1)
+    return HostCopy(norms.double())
 
 
 def encode_steps(
@@ -69,13 +81,14 @@ def encode_steps(
     usual = float(np.median(gaps)) if gaps else 0.0
     num_buckets = max((len(step.ready) for step in steps), default=0)
     rows = np.full((len(steps), _HEAD + 2 * num_buckets), np.nan)
-    for row, step, record, (local, total, dot) in zip(rows, steps, records, norms.read().tolist(), strict=True):
+    for row, step, record, read in zip(rows, steps, records, norms.read().numpy(), strict=True):
         entry = step.entry
         valid = record.valid and len(record.ready_s) == num_buckets
         # Totals are compared between ranks; a batch of the user's own (use_batch) is not ours to check.
         row[:3] = valid, entry.local_batch, entry.total_batch if entry.checked else 0
         row[3:6] = record.before_s + usual, record.load_s, max(0.0, record.other_s - usual)
-        row[6:_HEAD] = local * step.norm_scale, total, dot
+        row[6:_HEAD] = np.where([bool(kind) for kind in step.norms()], read, np.nan)
+        row[6] *= step.norm_scale
         if valid:
             row[_HEAD:] = [*record.ready_s, *record.done_s]
     return torch.from_numpy(np.concatenate([[num_ahead, max_batch], rows.ravel()]))

@@ -1,0 +1,294 @@
+"""What the ranks of `test_coordination` run: when plans take effect, planners that fail, ranks that are not in step."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+from told import Warned, collecting_warnings
+from torch import nn
+from training_cases import Numbered, Script, ScriptedPlanner, Step, make_model, one_epoch, take_step, workers
+
+from cannikin.core.plans import make_plan
+from cannikin.core.records import Plan, StepWindow
+from cannikin.runtime.data import HeteroDataLoader
+
+SCRIPT = [(3, 3), (4, 2), (2, 4), (5, 1), (1, 5), (2, 6), (6, 3)]
+NUM_STEPS = 56  # windows end before steps 5, 10, ..., 40, 50
+
+
+def build(*, num_samples: int = 120, **keywords: Any) -> tuple[Any, Any, HeteroDataLoader]:
+    """A model on `SCRIPT`, its optimizer and its loader; `model` has keywords for the first."""
+    script = keywords.pop("script", SCRIPT)
+    model, optimizer = make_model(policy=ScriptedPlanner(script), **keywords.pop("model", {}))
+    return model, optimizer, HeteroDataLoader(Numbered(num_samples), model=model, batch_size=6, **keywords)
+
+
+# When a plan is in force
+
+
+def plain_loop(rank: int) -> list[Step]:
+    model, optimizer, loader = build(num_samples=400)
+    return one_epoch(model, optimizer, loader)[:NUM_STEPS]
+
+
+def loop_with_workers(rank: int) -> tuple[int, list[Step]]:
+    model, optimizer, loader = build(num_samples=400, **workers(1))
+    return loader.prefetch_depth, one_epoch(model, optimizer, loader)[:NUM_STEPS]
+
+
+def loop_that_looks_ahead(rank: int) -> list[Step]:
+    """The next batch is fetched before this one is trained on, as a prefetcher does."""
+    model, optimizer, loader = build(num_samples=400)
+    batches, steps = iter(loader), []
+    ahead = next(batches)
+    while ahead is not None:
+        batch, ahead = ahead, next(batches, None)
+        take_step(model, optimizer, batch)
+        steps.append(Step(samples=batch[2].tolist(), plan=model.plan.local_batches))
+    return steps[:NUM_STEPS]
+
+
+# Planners
+
+
+class HeldPlanner(ScriptedPlanner):
+    """Notes its thread, and takes no window in before it is let go."""
+
+    def __init__(self, script: Script) -> None:
+        super().__init__(script)
+        self.let_go = threading.Event()
+        self.was_let_go: list[bool] = []
+        self.threads: set[str] = set()
+
+    def observe(self, window: StepWindow) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.was_let_go.append(self.let_go.wait(timeout=10))
+        time.sleep(0.1)
+        super().observe(window)
+
+
+def planner_that_is_held(rank: int) -> tuple[list[bool], list[str], int]:
+    """The planner is let go, and the state saved, after the step in which it has begun."""
+    planner = HeldPlanner(SCRIPT)
+    model, optimizer = make_model(policy=planner)
+    loader = HeteroDataLoader(Numbered(60), model=model, batch_size=6)
+    saved = None
+    for number, batch in enumerate(loader):
+        take_step(model, optimizer, batch)
+        if number == 6:
+            planner.let_go.set()
+            saved = model.engine.state_dict()
+    assert saved is not None
+    return planner.was_let_go[:1], sorted(planner.threads), saved["planner"]["num_windows"]
+
+
+class WrongPlanner(ScriptedPlanner):
+    """From its `after`-th window on it gives plans that cannot be carried out."""
+
+    def __init__(self, wrong: Any, after: int) -> None:
+        super().__init__(SCRIPT)
+        self.wrong = wrong
+        self.after = after
+
+    def plan(self, step: int) -> Plan:
+        good = super().plan(step)
+        if self.num_windows < self.after:
+            return good
+        return self.wrong if self.wrong is None else make_plan(step, self.wrong, phase="other", reason="wrong")
+
+
+def train_with(planner: ScriptedPlanner) -> tuple[list[Step], list[Warned], str]:
+    """Every step, the warnings and the last plan's reason."""
+    model, optimizer = make_model(policy=planner)
+    loader = HeteroDataLoader(Numbered(180), model=model, batch_size=6)
+    with collecting_warnings() as warned:
+        steps = one_epoch(model, optimizer, loader)
+        last = model.engine.coordinator.decision.plan
+    return steps, warned, last.reason
+
+
+def plans_for_three_ranks(rank: int) -> Any:
+    return train_with(WrongPlanner((2, 2, 2), after=2))
+
+
+def plans_with_an_empty_batch(rank: int) -> Any:
+    return train_with(WrongPlanner((6, 0), after=2))
+
+
+def no_plan_at_all(rank: int) -> Any:
+    return train_with(WrongPlanner(None, after=2))
+
+
+def first_plan_for_three_ranks(rank: int) -> Any:
+    return train_with(WrongPlanner((2, 2, 2), after=0))
+
+
+def first_plan_with_an_empty_batch(rank: int) -> Any:
+    return train_with(WrongPlanner((6, 0), after=0))
+
+
+class ShortPlanner(ScriptedPlanner):
+    """Its plans lack what a rank's accumulation is."""
+
+    def plan(self, step: int) -> Plan:
+        return replace(super().plan(step), micro_batches=() if self.num_windows else (1, 1))
+
+
+def plans_without_micro_batches(rank: int) -> Any:
+    return train_with(ShortPlanner(SCRIPT))
+
+
+# Ranks that are not in step
+
+
+def states_of_a_run(num_steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Loader's and engine's states in the middle of an epoch, at a plan that is not the first."""
+    model, optimizer, loader = build()
+    for number, batch in enumerate(loader, start=1):
+        take_step(model, optimizer, batch)
+        if number == num_steps:
+            break
+    saved: list[Any] = [loader.state_dict(), model.engine.state_dict()]
+    dist.broadcast_object_list(saved)  # rank 0's: it has learned
+    return saved[0], saved[1]
+
+
+def first_steps(model: Any, optimizer: Any, loader: Any) -> int:
+    """Steps taken, up to 3."""
+    for number, batch in enumerate(loader, start=1):
+        take_step(model, optimizer, batch)
+        if number == 3:
+            break
+    return number
+
+
+def loader_state_on(rank: int, ranks: Sequence[int]) -> int:
+    saved, _ = states_of_a_run(7)
+    model, optimizer, loader = build()
+    if rank in ranks:
+        loader.load_state_dict(saved)
+    return first_steps(model, optimizer, loader)
+
+
+def engine_state_on(rank: int, ranks: Sequence[int], *, before_the_loader: bool = False) -> int:
+    _, saved = states_of_a_run(12)
+    model, optimizer = make_model(policy=ScriptedPlanner(SCRIPT))
+    if before_the_loader and rank in ranks:
+        model.engine.load_state_dict(saved)
+    loader = HeteroDataLoader(Numbered(120), model=model, batch_size=6)
+    if not before_the_loader and rank in ranks:
+        model.engine.load_state_dict(saved)
+    return first_steps(model, optimizer, loader)
+
+
+def epoch_set_on(rank: int, ranks: Sequence[int]) -> int:
+    model, optimizer, loader = build()
+    if rank in ranks:
+        loader.set_epoch(3)
+    return first_steps(model, optimizer, loader)
+
+
+def peek_on(rank: int, ranks: Sequence[int]) -> list[Step]:
+    """A look at the first batch, as some scripts take to print its shape."""
+    model, optimizer, loader = build()
+    if rank in ranks:
+        next(iter(loader))
+    return one_epoch(model, optimizer, loader)
+
+
+def engine_state_in_the_middle_of_a_pass_on(rank: int, ranks: Sequence[int]) -> None:
+    """From then on these ranks cut by another plan than the others."""
+    _, saved = states_of_a_run(12)
+    model, optimizer, loader = build()
+    for number, batch in enumerate(loader):
+        take_step(model, optimizer, batch)
+        if number == 2 and rank in ranks:
+            model.engine.load_state_dict(saved)
+
+
+class UnlikePlanner(ScriptedPlanner):
+    """A planner that does not do the same on every rank: rank 1's own plans are never asked for."""
+
+    def plan(self, step: int) -> Plan:
+        if dist.get_rank() == 1 and self.num_windows:
+            raise AssertionError("only rank 0 plans")
+        return super().plan(step)
+
+
+def planners_of_other_ranks_rest(rank: int) -> tuple[int, list[Step]]:
+    planner = UnlikePlanner(SCRIPT)
+    model, optimizer = make_model(policy=planner)
+    loader = HeteroDataLoader(Numbered(120), model=model, batch_size=6)
+    steps = one_epoch(model, optimizer, loader)
+    return planner.num_windows, steps
+
+
+# Rates that follow the batch
+
+
+def legw_rates(rank: int, warmup_steps: float) -> list[tuple[int, float, float]]:
+    """(total batch, rate within the step, rate after it) of every step."""
+    model, optimizer, loader = build(
+        num_samples=240,
+        script=[(3, 3), (8, 4), (12, 12)],
+        model={"lr": 0.01, "lr_rule": "legw", "warmup_steps": warmup_steps},
+    )
+    inside: list[float] = []
+    optimizer.register_step_pre_hook(lambda *_: inside.append(optimizer.param_groups[0]["lr"]))
+    notes = []
+    for batch in loader:
+        take_step(model, optimizer, batch)
+        notes.append((model.plan.total_batch, inside[-1], optimizer.param_groups[0]["lr"]))
+    return notes
+
+
+def warmup_of_another_rule(rank: int) -> list[Warned]:
+    with collecting_warnings(UserWarning) as warned:
+        make_model(lr_rule="linear", warmup_steps=10)
+    return warned
+
+
+# Outputs that cannot be seen into
+
+
+class Opaque:
+    """Not a dataclass, nor anything that pytree knows."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class OpaqueNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(3, 1)
+
+    def forward(self, features: Any) -> Opaque:
+        return Opaque(self.net(features))
+
+
+def train_opaque(rank: int, weighting: str, *, peeks: bool) -> tuple[int, list[Warned]]:
+    """Steps taken, and warnings."""
+    import torch
+
+    from cannikin.runtime.parallel import HeteroDataParallel
+
+    net = OpaqueNet()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    model = HeteroDataParallel(net, optimizer, weighting=weighting)
+    loader = HeteroDataLoader(Numbered(120), model=model, batch_size=6)
+    num_steps = 0
+    with collecting_warnings() as warned:
+        if peeks:
+            next(iter(loader))
+        for features, targets, _ in loader:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(features).value, targets).backward()
+            optimizer.step()
+            num_steps += 1
+    return num_steps, warned
