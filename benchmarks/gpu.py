@@ -80,8 +80,8 @@ def _limit_line(r: dict[str, Any]) -> str:
     cells = [f"{name} {ms:.1f} ms ({ms / best_ms:.3f}) {r['splits'][name]}" for name, ms in r["split_ms"].items()]
     return (
         f"limit B={r['total']}: {'; '.join(cells)}; of {r['num_candidates']} splits; "
-        f"predicted {r['predicted_ms']:.1f}, running {r['running_ms']:.1f} ms ({r['prediction_error_pct']:.1f}%); last change at step {r['settled_at']}; "
-        f"LB-BSP after {r['lb_bsp_windows']} moves"
+        f"predicted {r['predicted_ms']:.1f}, running {r['running_ms']:.1f} ms ({r['prediction_error_pct']:.1f}%); "
+        f"last change at step {r['settled_at']}; LB-BSP after {r['lb_bsp_windows']} moves"
     )
 
 

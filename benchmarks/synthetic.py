@@ -119,7 +119,7 @@ class Training:
         """Train for whole windows, `num_steps` or a little more; the plan made last."""
         end = self.step + num_steps
         while self.step < end:
-            steps = [self._plan_at(self.step + s) for s in range(window_steps(self.step))]
+            steps = [self._plan_at(self.step + s) for s in range(window_steps(self.step, self.planner))]
             self.planner.observe(measure(cluster, steps, self.rng, first_step=self.step, **noise))
             self.step += len(steps)
             plan = self.planner.plan(self.step + self.delay)

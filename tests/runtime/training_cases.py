@@ -92,6 +92,10 @@ class ScriptedController(Controller):
     def plan(self, step: int) -> Plan:
         return self._scripted.plan(step)
 
+    @property
+    def last_change(self) -> None:
+        """Windows of the same length in every run."""
+
 
 class _Slow(torch.autograd.Function):
     """Identity that takes a time per sample in forward and as long in backward."""

@@ -36,19 +36,21 @@ from cannikin.errors import InvalidInputError, StateError
 __all__ = ["Controller", "window_steps"]
 
 _TRUST = 2.0  # a rank is never given more than this times the largest batch it was measured at,
-_TRUST_DOWN = 4.0  # nor less than the smallest over this
+_TRUST_DOWN = 8.0  # nor less than the smallest over this
 _GROWTH = 2.0  # nor does the total batch grow by more than this at a time: times are extrapolated
 # Gains in step time that are not believed: this much in any case, and these multiples of the precision to which a
 # rank's time is known. The best of n noisy times looks 1 to 2 times that better than it is: equal ranks stay even.
 _SAME, _STAY, _EVEN = 0.002, 0.25, 1.5
 _WORTH = 0.005  # what a change of batches must promise at least: at a new size a GPU has one slow step
+_YOUNG = 40  # steps for which a model is
 _NOISE_STEPS = 20  # steps before the noise scale is believed
 _LOADING = 0.9  # a rank whose loader takes this share of a step at least is said to wait for its data
 
 
-def window_steps(first_step: int) -> int:
-    """Length of the window that begins at this step: 5 while the model is young, then 10."""
-    return 5 if first_step < 40 else 10
+def window_steps(first_step: int, planner: object = None) -> int:
+    """Length of the window that begins at this step: 5 while the model is young or has just changed, then 10."""
+    changed = getattr(planner, "last_change", None)
+    return 5 if first_step < _YOUNG or (changed is not None and first_step < changed + _YOUNG) else 10
 
 
 class Controller:
@@ -81,6 +83,11 @@ class Controller:
         self.job = self._own_job.limited(window.max_batch, self._current.total_batch)
         self._model = self.learner.model(*self.job.bounds)
         self._observe_excess(window, self._model.cluster)
+
+    @property
+    def last_change(self) -> int | None:
+        """The step at which a rank was last seen to change its speed."""
+        return self.learner.changes[-1][0] if self.learner.changes else None
 
     def profiles(self) -> list[dict[str, Any] | None]:
         """What is known of each rank's device, for `start_from` of a later run (`profiles`); None where nothing is."""

@@ -57,7 +57,7 @@ class Coordinator:
     ) -> None:
         self.job = job
         self.max_batch = NO_MAX  # largest local batch that this rank's memory holds, as far as is known
-        self.decision = Decision(plan=_checked(planner.plan(0), job.num_ranks))
+        self.decision = Decision(plan=_checked(planner.plan(0), job.num_ranks), window_steps=window_steps(0))
         self._exchange = exchange
         self._planner = planner
         self._on_decision = on_decision
@@ -114,7 +114,7 @@ class Coordinator:
         self._num_ticks += 1
         self._step = step
         self._num_ahead = max(self._num_ahead, self._furthest - step)
-        ended = len(self._steps) >= window_steps(self._window_start) and not self._agenda
+        ended = len(self._steps) >= self.decision.window_steps and not self._agenda
         if ended:
             self._schedule(step)
         while self._agenda and self._agenda[0][0] <= self._num_ticks:
@@ -170,7 +170,9 @@ class Coordinator:
 
     def _decide(self, plan: Plan) -> Decision:
         noise = getattr(self._planner, "noise", None)
-        decision = Decision(plan=plan, num_nonfinite=self._num_nonfinite)
+        # What is decided now is known at the step after the next window's third.
+        length = window_steps(self._step + 1, self._planner)
+        decision = Decision(plan=plan, num_nonfinite=self._num_nonfinite, window_steps=length)
         if noise is None:
             return decision
         return replace(decision, signal_sqnorm=noise.signal_sqnorm, noise_trace=noise.noise_trace)

@@ -12,17 +12,21 @@ from cannikin.core.records import Plan
 __all__ = ["Decision", "decision_length", "decode_decision", "encode_decision"]
 
 _PHASES = ("even", "inverse", "optperf", "lb-bsp", "other")
-_HEAD = 7
+_HEAD = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What rank 0 decided at the end of a window; `num_nonfinite` steps so far had a gradient that was not finite."""
+    """What rank 0 decided at the end of a window.
+
+    `num_nonfinite` steps so far had a gradient that was not finite; windows have `window_steps` from now on.
+    """
 
     plan: Plan
     signal_sqnorm: float = float("nan")
     noise_trace: float = float("nan")
     num_nonfinite: int = 0
+    window_steps: int = 5
 
     @property
     def noise_scale(self) -> float:
@@ -56,14 +60,14 @@ def encode_decision(decision: Decision) -> torch.Tensor:
     predicted_s = float("nan") if plan.predicted_step_s is None else plan.predicted_step_s
     floats = [predicted_s, decision.signal_sqnorm, decision.noise_trace]
     bits = torch.tensor(floats, dtype=torch.float64).view(torch.int64)
-    whole = [plan.first_step, plan.total_batch, phase, decision.num_nonfinite]
+    whole = [plan.first_step, plan.total_batch, phase, decision.num_nonfinite, decision.window_steps]
     return torch.cat([torch.tensor(whole), bits, torch.tensor(plan.local_batches + plan.micro_batches)])
 
 
 def decode_decision(values: torch.Tensor, *, reason: str) -> Decision:
     """What `encode_decision` was given; a reason does not travel, so the receiver states its own."""
-    first_step, total_batch, phase, num_nonfinite = (int(v) for v in values[:4])
-    predicted_s, signal, trace = values[4:_HEAD].view(torch.float64).tolist()
+    first_step, total_batch, phase, num_nonfinite, length = (int(v) for v in values[:5])
+    predicted_s, signal, trace = values[5:_HEAD].view(torch.float64).tolist()
     batches = values[_HEAD:].tolist()
     n = len(batches) // 2
     plan = Plan(
@@ -75,4 +79,6 @@ def decode_decision(values: torch.Tensor, *, reason: str) -> Decision:
         phase=_PHASES[phase],
         reason=reason,
     )
-    return Decision(plan=plan, signal_sqnorm=signal, noise_trace=trace, num_nonfinite=num_nonfinite)
+    return Decision(
+        plan=plan, signal_sqnorm=signal, noise_trace=trace, num_nonfinite=num_nonfinite, window_steps=length
+    )
