@@ -6,7 +6,16 @@ import sys
 
 import benchmarks
 
-NOT_BENCHMARKS = ("__main__", "synthetic", "gpu_models", "gpu_ranks", "training_run")
+NOT_BENCHMARKS = (
+    "__main__",
+    "synthetic",
+    "gpu_models",
+    "gpu_ranks",
+    "training_run",
+    "network_buckets",
+    "trace_curves",
+    "trace_fits",
+)
 SHORT_NAMES = {"adaptdl_overhead": "adaptdl"}
 
 

@@ -370,3 +370,16 @@ def test_a_fresh_controller_can_be_saved_and_restored() -> None:
 def test_a_damaged_state_is_refused_as_such(state: dict[str, Any]) -> None:
     with pytest.raises(StateError):
         Controller(Job(num_ranks=2, batch_size=32)).load_state_dict(state)
+
+
+def test_the_split_of_another_total_batch_comes_from_the_same_model_within_what_was_measured() -> None:
+    cluster = cluster_of([1.0, 2.0, 4.0])
+    controller = Controller(Job(num_ranks=3, batch_size=70))
+    assert controller.split_for(80) is None
+    Training(controller, np.random.default_rng(0)).run(cluster, 60, noise=0.01, outliers=0.0)
+    split = controller.split_for(90)
+    assert split is not None
+    assert step_time(cluster, split.local_batches) <= 1.03 * optimal_split(cluster, 90).step_s
+    beyond = controller.split_for(7000)
+    assert beyond is not None
+    assert not beyond.feasible

@@ -173,6 +173,25 @@ def test_the_papers_gamma_is_the_mean_over_the_whole_run() -> None:
     assert low_s + 0.2 * (high_s - low_s) < predicted_s([0.2, 0.2, 0.6, 0.6]) < high_s - 0.2 * (high_s - low_s)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_the_paper_goes_on_where_ranks_times_do_not_depend_on_their_batch(seed: int) -> None:
+    # Launching kernels takes all the time: some of the fitted lines fall, and Algorithm 1 has no solution for those.
+    flat = Curve(fixed_s=[0.02, 0.03, 0.05], per_sample_s=[1e-9] * 3)
+    cluster = Cluster.two_point(forward=flat, backward=flat, gamma=0.15, overlapped_s=0.003, last_s=0.001)
+    job = Job(num_ranks=3, batch_size=30, max_batch_size=300, num_samples=300)
+    training = Training(PaperPlanner(job), np.random.default_rng(seed))
+    plan = training.run(cluster, 100, noise=0.03, outliers=0.0, sqnorms=(1.0, 1e4))
+    assert plan.phase == "optperf"
+    assert plan.total_batch > 30
+
+
+def test_the_papers_overlap_ratio_may_be_a_plain_mean_instead() -> None:
+    job = Job(num_ranks=3, batch_size=30)
+    assert PaperPlanner(job, pooling="mean").plan(0) == PaperPlanner(job).plan(0)
+    with pytest.raises(InvalidInputError, match="pooling='median' is unknown: choose inverse-variance or mean"):
+        PaperPlanner(job, pooling="median")
+
+
 def test_equation_8_gives_batches_in_inverse_proportion_within_the_bounds() -> None:
     job = Job(num_ranks=3, batch_size=70, max_local=(30, 99, 99))
     assert inverse_batches(job, 70, np.array([1.0, 2.0, 4.0])) == (30, 27, 13)

@@ -22,6 +22,8 @@ _VERBS = {
     "demo": "Train on ranks of different speed under several policies, and compare.",
     "plan": "The best split of a total batch over a cluster's ranks.",
     "lab": "Run a torchrun script on a cluster of unlike ranks, made on this machine.",
+    "simulate": "What a cluster would do with a job, in simulated time.",
+    "bench": "Regenerate the evaluation of the paper, in simulation.",
 }
 
 

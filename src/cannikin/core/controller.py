@@ -121,6 +121,11 @@ class Controller:
             self._news = []
         return self._current
 
+    def split_for(self, total_batch: int) -> Split | None:
+        """The best split of another total batch by what has been learned so far; None while nothing has."""
+        cluster = self.learner.model(*self.job.bounds).cluster
+        return None if cluster is None else self._solver(cluster).split(total_batch)
+
     def _decide(self, step: int, model: ModelFit) -> Plan:
         before, self._current = self._current, within_bounds(self._current, self.job, step)
         now = self._current

@@ -3,8 +3,10 @@
 A linear model without floors, one gamma for all ranks by inverse-variance weighting and T_o, T_u by the least over
 ranks (section 4.5); plans once an epoch, after one epoch of an even split and one of equation 8 (section 4.2); OptPerf
 by Algorithm 1 with rounding; the noise scale by Theorem 1; the total batch by goodput (section 2.2). Where the paper
-says nothing we choose what is kindest to it: negative batches are raised to the lower bound and the rest scaled down,
-and a line that falls with the batch is taken for flat.
+says nothing we choose what is kindest to it, so that it never gets stuck: negative batches are raised to the lower
+bound and the rest scaled down; a line that is flat or falls with the batch is taken to rise a little, since Algorithm
+1's linear system has no solution with two flat ranks; and of a rank that has run one local batch only, half the time
+counts as fixed, as in AdaptDL.
 """
 
 from __future__ import annotations
@@ -29,19 +31,31 @@ from cannikin.core.plans import (
     within_bounds,
 )
 from cannikin.core.records import FloatArray, Job, Plan, StepWindow
+from cannikin.errors import InvalidInputError
 
 __all__ = ["PaperPlanner"]
 
-_EPOCHS_KEPT = 50  # whose means the lines are fitted to
+_EPOCHS_KEPT = 50  # whose means the lines are fitted to: the latest of each local batch
 _EPOCH_STEPS = 100  # an epoch's length at B0 where the job does not say
+_SAME_BATCH = 0.5  # samples: mean local batches of epochs that differ by less are one
+_LEAST_SLOPE = 0.01  # of the time a sample: what a flat line is taken to rise by
 
 
 class PaperPlanner:
-    """The planner behind `policy="paper"`."""
+    """The planner behind `policy="paper"`.
 
-    def __init__(self, job: Job) -> None:
+    Args:
+        job: what to plan for.
+        pooling: how ranks' overlap ratios become one: "inverse-variance" (section 4.5), or "mean", which the paper
+            compares it with.
+    """
+
+    def __init__(self, job: Job, *, pooling: str = "inverse-variance") -> None:
+        if pooling not in ("inverse-variance", "mean"):
+            raise InvalidInputError(f"pooling={pooling!r} is unknown: choose inverse-variance or mean")
         self.job = job
         self._own_job = job
+        self._pooling = pooling
         self._plan = make_plan(0, even_batches(job, job.batch_size), phase="even", reason="first epoch: even split")
         # One row an epoch and rank: epoch, rank, mean batch, mean a, mean P.
         self._rows: list[list[float]] = []
@@ -66,6 +80,7 @@ class PaperPlanner:
             steps, batch, before, backward = self._sums
             for rank in range(self.job.num_ranks):
                 means = [float(total[rank] / steps[rank]) for total in (batch, before, backward)]
+                self._rows = [row for row in self._rows if row[1] != rank or abs(row[2] - means[0]) >= _SAME_BATCH]
                 self._rows.append([self._epoch, rank, *means])
             self._rows = self._rows[-_EPOCHS_KEPT * self.job.num_ranks :]
             self._sums[:] = 0.0
@@ -109,9 +124,7 @@ class PaperPlanner:
             table = np.array(self._rows)[-self.job.num_ranks :]
             batches = inverse_batches(self.job, total, (table[:, 3] + table[:, 4]) / table[:, 2])
             return make_plan(step, batches, phase="inverse", reason="second epoch: equation 8")
-        cluster, problem = self._model()
-        if cluster is None:
-            return make_plan(step, self._plan.local_batches, phase=self._plan.phase, reason=f"kept: {problem}")
+        cluster = self._model()
         total, why = self._total(cluster)
         result = algorithm1(cluster, total)
         if not result.local_batches:
@@ -123,23 +136,26 @@ class PaperPlanner:
             step, rounded.local_batches, phase="optperf", reason=reason, predicted_step_s=result.predicted_s
         )
 
-    def _model(self) -> tuple[Cluster | None, str]:
-        """The two-point model by least squares over epochs, or why there is none."""
+    def _model(self) -> Cluster:
+        """The two-point model by least squares over epochs."""
         n = self.job.num_ranks
         lines = np.zeros((2, 2, n))
         for rank in range(n):
             table = np.array([row for row in self._rows if row[1] == rank])
-            if np.ptp(table[:, 2]) < 0.5:
-                return None, f"rank {rank} has run one local batch only, {table[0, 2]:g}"
             for c in (0, 1):
-                slope, fixed = np.polyfit(table[:, 2], table[:, 3 + c], 1)
-                lines[c, :, rank] = max(float(fixed), 0.0), max(float(slope), 0.0)
+                batches, seconds = table[:, 2], table[:, 3 + c]
+                slope, fixed = seconds[0] / batches[0] / 2, seconds[0] / 2
+                if len(table) > 1:
+                    slope, fixed = np.polyfit(batches, seconds, 1)
+                least = _LEAST_SLOPE * float((seconds / batches).mean())
+                lines[c, :, rank] = max(float(fixed), 0.0), float(slope) if slope > 0 else least
         steps, gamma, square = self._gamma_sums
         mean = gamma / steps
         variance = np.maximum(square / steps - mean**2, 1e-12) / steps
-        shared = float(pooled_gammas(mean[:, None], variance[:, None])[0])
+        weighted = self._pooling == "inverse-variance"
+        shared = float(pooled_gammas(mean[:, None], variance[:, None])[0] if weighted else mean.mean())
         low, high = self.job.bounds
-        cluster = Cluster.two_point(
+        return Cluster.two_point(
             forward=Curve(fixed_s=lines[0, 0], per_sample_s=lines[0, 1]),
             backward=Curve(fixed_s=lines[1, 0], per_sample_s=lines[1, 1]),
             gamma=min(max(shared, 0.0), 1.0),
@@ -148,7 +164,6 @@ class PaperPlanner:
             min_batch=low,
             max_batch=high,
         )
-        return cluster, ""
 
     def _total(self, cluster: Cluster) -> tuple[int, str]:
         """The total batch with the best goodput, by Algorithm 1's own times."""

@@ -1,0 +1,252 @@
+"""Drives a planner through a simulated run, as the runtime drives it through a real one: steps, windows, plans.
+
+The planner sees windows of `window_steps` steps, all of them, and its plan is in force `PLAN_DELAY` steps after the
+window's end, as in the runtime. Gradient norms come on the steps on which the runtime takes them. A planner paced by
+epochs (`pace="epoch"`) sees the last steps of each epoch and nothing else. Epochs end after `num_samples` samples,
+without a short last batch. Nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from cannikin.core.controller import window_steps
+from cannikin.core.records import FloatArray, IntArray, Job, Plan, Planner, StepWindow
+from cannikin.errors import InvalidInputError
+from cannikin.runlog import Observer
+from cannikin.sim.hardware import Machine, StepTimes
+from cannikin.sim.recording import Recorder
+from cannikin.sim.workload import Workload, sample_sqnorms
+
+__all__ = ["PACES", "PLAN_DELAY", "EpochRecord", "RunResult", "Simulation"]
+
+PLAN_DELAY = 4  # steps from a window's end to its plan, as in the runtime without worker processes
+PACES = ("window", "epoch")
+_NORMS_ALWAYS, _NORMS_EVERY = 60, 4  # the runtime's: norms on every step at first, then on one in four
+_MAX_CHUNK = 2048  # steps simulated at once where no planner looks
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochRecord:
+    """One pass over the data: where the run was at its end, and what its steps took on average."""
+
+    epoch: int
+    elapsed_s: float
+    progress: float
+    metric: float
+    total_batch: int
+    local_batches: tuple[int, ...]
+    step_s: float
+    planner_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """A whole run; `reason` says in a sentence why it ended, `planner_s` is CPU time really spent in the planner."""
+
+    reached: bool
+    reason: str
+    elapsed_s: float
+    num_steps: int
+    num_samples: int
+    plan: Plan
+    plans: tuple[tuple[int, Plan], ...]
+    epochs: tuple[EpochRecord, ...]
+    planner_s: float
+
+
+class Simulation:
+    """One run of one planner on one machine.
+
+    Args:
+        machine: the ground truth.
+        planner, job: who plans, and what for; `job.num_samples` ends epochs.
+        workload: what steps are worth; None for a run that only takes time, without norms.
+        seed: of all noise; the same seed, planner and machine give the same run.
+        pace: "window", or "epoch" for a planner that is shown one window an epoch.
+        observers: told what the runtime would tell them, in simulated time.
+        on_progress: called with the share of the run that is done, now and then.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        planner: Planner,
+        job: Job,
+        workload: Workload | None = None,
+        *,
+        seed: int = 0,
+        pace: str = "window",
+        observers: tuple[Observer, ...] = (),
+        on_progress: Callable[[float], None] | None = None,
+    ) -> None:
+        self.machine, self.planner, self.job, self.workload = machine, planner, job, workload
+        self.pace = pace
+        self.step, self.samples, self.progress, self.elapsed_s, self.planner_s = 0, 0, 0.0, 0.0, 0.0
+        self.epochs: list[EpochRecord] = []
+        self._recorder = Recorder(observers, job, planner, workload)
+        self._on_progress = on_progress
+        self._rng = np.random.default_rng(seed)
+        self._current = planner.plan(0)
+        self._pending: list[Plan] = []
+        self._plans: list[tuple[int, Plan]] = [(0, self._current)]
+        self._epoch_start = (0, 0.0, 0.0)  # step, elapsed and planner's time at the start of the epoch
+
+    def run(self, *, max_epochs: float = math.inf, max_steps: float = math.inf) -> RunResult:
+        """Train until the target, or until either limit; a run without any would never end, and is refused."""
+        goal = math.inf if self.workload is None else self.workload.target_progress
+        if math.isinf(goal) and math.isinf(max_steps) and (math.isinf(max_epochs) or not self.job.num_samples):
+            raise InvalidInputError("the run has no end: give max_steps, or max_epochs of a job with num_samples")
+        while self.progress < goal and self.step < max_steps and self._passes < max_epochs:
+            if self.pace == "epoch":
+                self._advance(min(self._steps_before_look(), self._steps_left(max_epochs, max_steps)))
+            window = self._advance(min(window_steps(self.step, self.planner), self._steps_left(max_epochs, max_steps)))
+            if window is not None and self.progress < goal:
+                self._look(window)
+            if self._on_progress is not None:
+                done = max(self.progress / goal, self._passes / max_epochs, self.step / max_steps)
+                self._on_progress(min(done, 1.0))
+        return self._result(goal, max_epochs)
+
+    @property
+    def _passes(self) -> float:
+        return self.samples / self.job.num_samples if self.job.num_samples else 0.0
+
+    def _steps_left(self, max_epochs: float, max_steps: float) -> int:
+        """Steps until either limit, under the plan in force."""
+        samples = math.inf if not self.job.num_samples else max_epochs * self.job.num_samples - self.samples
+        left = min(max_steps - self.step, samples / self._current.total_batch, 2.0**62)
+        return max(0, math.ceil(left))
+
+    def _steps_before_look(self) -> int:
+        """Steps until the last window of this epoch, under the plan in force."""
+        left = (self.job.num_samples or 0) * (len(self.epochs) + 1) - self.samples
+        steps = math.ceil(left / self._current.total_batch)
+        return max(0, steps - window_steps(self.step + steps, self.planner))
+
+    def _advance(self, num_steps: int) -> StepWindow | None:
+        """Take steps; the window of the last chunk, or None where there was nothing to do."""
+        window, end = None, self.step + num_steps
+        goal = math.inf if self.workload is None else self.workload.target_progress
+        while self.step < end and self.progress < goal:
+            chunk = min(_MAX_CHUNK, end - self.step)
+            batches = self._batches(chunk)
+            times = self.machine.measure(batches, self.step, self._rng)
+            window = self._window(batches, times) if chunk == window_steps(self.step, self.planner) else None
+            self._account(batches, times.step_s, goal)
+        return window
+
+    def _batches(self, num_steps: int) -> IntArray:
+        """Local batches of the next steps, by the plans in force, [S, n]."""
+        rows = np.empty((num_steps, self.machine.num_ranks), dtype=np.int64)
+        rows[:] = self._current.local_batches
+        while self._pending and self._pending[0].first_step < self.step + num_steps:
+            self._current = self._pending.pop(0)
+            rows[max(0, self._current.first_step - self.step) :] = self._current.local_batches
+        return rows
+
+    def _account(self, batches: IntArray, step_s: FloatArray, goal: float) -> None:
+        """Count time, samples and progress step by step, up to the step that reaches the goal."""
+        totals = batches.sum(axis=1)
+        progress = np.full(len(totals), self.progress)
+        if self.workload is not None:
+            for _ in range(2):  # the gain changes on the way: once more with the progress of the first guess
+                progress = self.progress + self.workload.gains(totals, progress).cumsum()
+        count = min(int(np.searchsorted(progress, goal)) + 1, len(totals))
+        elapsed = self.elapsed_s + step_s[:count].cumsum()
+        samples = self.samples + totals[:count].cumsum()
+        if self.job.num_samples:
+            passes = samples // self.job.num_samples
+            ends = np.flatnonzero(np.diff(passes, prepend=self.samples // self.job.num_samples))
+            for end in ends.tolist():
+                self._end_epoch(self.step + end + 1, float(elapsed[end]), float(progress[end]), batches[end])
+        self.step += count
+        self.samples, self.elapsed_s = int(samples[-1]), float(elapsed[-1])
+        self.progress = float(progress[count - 1])
+
+    def _end_epoch(self, step: int, elapsed_s: float, progress: float, batches: IntArray) -> None:
+        first_step, start_s, planner_s = self._epoch_start
+        record = EpochRecord(
+            epoch=len(self.epochs) + 1,
+            elapsed_s=elapsed_s,
+            progress=progress,
+            metric=math.nan if self.workload is None else self.workload.metric(progress),
+            total_batch=int(batches.sum()),
+            local_batches=tuple(batches.tolist()),
+            step_s=(elapsed_s - start_s) / (step - first_step),
+            planner_s=self.planner_s - planner_s,
+        )
+        self.epochs.append(record)
+        self._epoch_start = (step, elapsed_s, self.planner_s)
+        self._recorder.evaluated(step, record.metric, elapsed_s)
+
+    def _window(self, batches: IntArray, times: StepTimes) -> StepWindow:
+        """What the runtime would have gathered; the first step of a run never counts."""
+        shape = batches.shape
+        steps = self.step + np.arange(len(batches))
+        local, total = np.full(shape, np.nan), np.full(len(batches), np.nan)
+        taken = (steps <= _NORMS_ALWAYS) | (steps % _NORMS_EVERY == 0)
+        if self.workload is not None and taken.any() and shape[1] > 1:
+            local[taken], total[taken] = sample_sqnorms(
+                batches[taken], *self.workload.moments(self.progress), self._rng
+            )
+        return StepWindow(
+            first_step=self.step,
+            local_batches=batches,
+            before_s=times.before_s,
+            ready_s=times.ready_s,
+            done_s=times.done_s,
+            local_sqnorm=local,
+            global_sqnorm=total,
+            valid=np.broadcast_to(steps[:, None] > 0, shape).copy(),
+        )
+
+    def _look(self, window: StepWindow) -> None:
+        """Show the planner a window, and put its plan on the list."""
+        free_step = self.step + PLAN_DELAY
+        start_s = time.process_time()
+        self.planner.observe(window)
+        plan = self.planner.plan(free_step)
+        self.planner_s += time.process_time() - start_s
+        last = self._pending[-1] if self._pending else self._current
+        if plan.local_batches != last.local_batches:
+            plan = replace(plan, first_step=free_step)
+            self._pending.append(plan)
+        if plan.local_batches != last.local_batches or plan.reason != last.reason:
+            self._plans.append((self.step, plan))
+        self._recorder.decided(window, plan, progress=self.progress, elapsed_s=self.elapsed_s)
+
+    def begin(self, policy: str, tags: dict[str, str]) -> None:
+        """Tell the observers what runs, on what."""
+        self._recorder.begin(self.machine, policy, self._current, tags)
+
+    def _result(self, goal: float, max_epochs: float) -> RunResult:
+        reached = self.workload is not None and self.progress >= goal
+        if reached and self.workload is not None:
+            reason = f"reached {self.workload.spec.metric_name} {self.workload.target:g}"
+        elif self._passes >= max_epochs:
+            reason = f"stopped at its limit of {max_epochs:g} epochs"
+        else:
+            reason = f"stopped at its limit of {self.step} steps"
+        if not reached and self.workload is not None:
+            name, metric = self.workload.spec.metric_name, self.workload.metric(self.progress)
+            reason += f" with {name} {metric:.4g}: target {self.workload.target:g} not reached"
+            if math.isinf(goal):
+                reason += ", which the measured run never reaches either"
+        self._recorder.end(self.step, reason, self.elapsed_s)
+        return RunResult(
+            reached=reached,
+            reason=reason,
+            elapsed_s=self.elapsed_s,
+            num_steps=self.step,
+            num_samples=self.samples,
+            plan=self._pending[-1] if self._pending else self._current,
+            plans=tuple(self._plans),
+            epochs=tuple(self.epochs),
+            planner_s=self.planner_s,
+        )

@@ -1,0 +1,41 @@
+"""The best split of the ground truth itself: what a person who tried every split by hand would find."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cannikin.core.records import IntArray, Job
+from cannikin.errors import InvalidInputError
+from cannikin.sim.hardware import Machine
+
+__all__ = ["best_split", "settled_step_s"]
+
+_STEPS = 1000
+
+
+def best_split(machine: Machine, job: Job, total_batch: int) -> IntArray:
+    """Local batches with the least step time without noise, whole and within the bounds.
+
+    A rank's time grows with its batch, so of all the times that single ranks' batches take, the optimum takes the
+    smallest ones, as many as there are samples: no model and no solver is needed, only every time there is.
+    """
+    low, high = job.bounds
+    if not low.sum() <= total_batch <= sum(high.tolist()):
+        raise InvalidInputError(f"total_batch={total_batch} is outside what the ranks can hold")
+    high = np.minimum(high, total_batch)
+    batches = np.arange(1, int(high.max()) + 1)
+    times = np.maximum.accumulate(machine.rank_times(np.tile(batches[:, None], (1, machine.num_ranks))), axis=0)
+    extra = (batches[:, None] > low) & (batches[:, None] <= high)
+    missing = total_batch - int(low.sum())
+    split = low.copy()
+    if missing:
+        ranks = np.broadcast_to(np.arange(machine.num_ranks), times.shape)[extra]
+        chosen = np.argsort(times[extra], kind="stable")[:missing]
+        split += np.bincount(ranks[chosen], minlength=machine.num_ranks)
+    return split
+
+
+def settled_step_s(machine: Machine, local_batches: IntArray, seed: int) -> float:
+    """Median duration of many noisy steps with this split."""
+    times = machine.measure(np.tile(local_batches, (_STEPS, 1)), 0, np.random.default_rng(seed))
+    return float(np.median(times.step_s))

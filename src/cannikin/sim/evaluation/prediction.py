@@ -1,0 +1,66 @@
+"""How well OptPerf is predicted, with and without inverse-variance weighting, and how the overlap ratio scatters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from cannikin.core.controller import Controller
+from cannikin.core.goodput import total_grid
+from cannikin.core.paper import PaperPlanner
+from cannikin.core.records import Job, Planner
+from cannikin.sim.engine import Simulation
+from cannikin.sim.evaluation.optimum import best_split, settled_step_s
+from cannikin.sim.runs import find_machine, job_for
+from cannikin.sim.workload import find_workload
+
+__all__ = ["METHODS", "gamma_spread", "prediction_errors"]
+
+METHODS = ("cannikin", "paper, weighted", "paper, plain mean")
+_STEPS = 800
+_EPOCH_STEPS = 100
+_GAMMA_STEPS = 200
+
+
+def prediction_errors(cluster: str, workload: str, seed: int, num_points: int = 6) -> list[dict[str, Any]]:
+    """Predicted step time of each method's plan after 800 steps over that of the best split, less 1.
+
+    The best split is the ground truth's own, its time the median of 1,000 noisy steps.
+    """
+    machine, found = find_machine(cluster, workload), find_workload(workload)
+    whole = job_for(machine, found)
+    rows = []
+    for total in total_grid(whole.batch_size, whole.largest_total, num_points).tolist():
+        job = replace(whole, batch_size=total, max_batch_size=None, num_samples=_EPOCH_STEPS * total)
+        best_s = settled_step_s(machine, best_split(machine, job, total), seed)
+        row: dict[str, Any] = {"total_batch": total, "best_s": best_s}
+        for method in METHODS:
+            run = Simulation(machine, _planner(method, job), job, seed=seed).run(max_steps=_STEPS)
+            predicted_s = next((p.predicted_step_s for _, p in reversed(run.plans) if p.predicted_step_s), None)
+            row[method] = None if predicted_s is None else predicted_s / best_s - 1
+            row[f"{method}: reached"] = settled_step_s(machine, np.array(run.plan.local_batches), seed) / best_s - 1
+        rows.append(row)
+    return rows
+
+
+def _planner(method: str, job: Job) -> Planner:
+    if method == "cannikin":
+        return Controller(job)
+    return PaperPlanner(job, pooling="inverse-variance" if method == "paper, weighted" else "mean")
+
+
+def gamma_spread(cluster: str, workload: str, seed: int) -> list[dict[str, Any]]:
+    """Mean and standard deviation of the measured overlap ratio of the first bucket, by device and local batch."""
+    machine = find_machine(cluster, workload)
+    first = {name: machine.names.index(name) for name in machine.names}
+    rng = np.random.default_rng(seed)
+    rows = []
+    for batch in (8, 16, 32, 64, 128, 256):
+        times = machine.measure(np.full((_GAMMA_STEPS, machine.num_ranks), batch), 0, rng)
+        gammas = times.ready_s[..., 0] / times.ready_s[..., -1]
+        for name, rank in first.items():
+            mean, spread = float(gammas[:, rank].mean()), float(gammas[:, rank].std())
+            rows.append({"device": name, "local_batch": batch, "mean": mean, "sd": spread})
+    return rows

@@ -1,0 +1,96 @@
+"""Tells observers of a simulated run what the runtime would tell them of a real one, in simulated time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cannikin._version import __version__
+from cannikin.core.lr import lr_factor
+from cannikin.core.records import Job, Plan, Planner, StepWindow
+from cannikin.runlog import (
+    EventRecord,
+    Header,
+    ModelInfo,
+    Observer,
+    RankInfo,
+    Record,
+    job_info,
+    noise_record,
+    plan_record,
+    window_record,
+)
+from cannikin.sim.hardware import Machine
+from cannikin.sim.workload import Workload
+
+__all__ = ["Recorder"]
+
+
+class Recorder:
+    """Writes header, windows, plans and events to every observer."""
+
+    def __init__(self, observers: tuple[Observer, ...], job: Job, planner: Planner, workload: Workload | None) -> None:
+        self._observers, self._job, self._planner, self._workload = observers, job, planner, workload
+        self._num_changes = 0
+
+    def begin(self, machine: Machine, policy: str, plan: Plan, tags: dict[str, str]) -> None:
+        """Say what runs, on what, and the first plan."""
+        model = ModelInfo()
+        if self._workload is not None:
+            spec = self._workload.spec
+            sizes = tuple(int(size * 1e6) for size in spec.bucket_mb)
+            model = ModelInfo(name=spec.title, num_parameters=int(spec.num_parameters), bucket_bytes=sizes)
+        self._tell(
+            Header(
+                cannikin_version=__version__,
+                started="",
+                policy=policy,
+                world_size=self._job.num_ranks,
+                job=job_info(self._job),
+                ranks=tuple(RankInfo(name=name, device=name) for name in machine.names),
+                model=model,
+                tags={"simulated": "yes", **tags},
+            )
+        )
+        self._tell(plan_record(plan, 0, elapsed_ms=0.0))
+
+    def decided(self, window: StepWindow, plan: Plan, *, progress: float, elapsed_s: float) -> None:
+        """Write down a window and the plan that came of it."""
+        if not self._observers:
+            return
+        tracker: Any = getattr(self._planner, "noise", None)
+        known = tracker is not None and tracker.num_steps > 0
+        passes = factor = None
+        if self._workload is not None:
+            passes = progress / self._workload.epoch_progress
+            gain = tracker.gain(plan.total_batch) if known else 1.0
+            rule = self._workload.spec.lr_rule
+            factor = lr_factor(rule, plan.total_batch, initial_batch=self._job.batch_size, gain=gain)
+        noise = noise_record(tracker) if known else None
+        elapsed_ms = elapsed_s * 1e3
+        self._tell(window_record(window, noise=noise, progress=passes, lr_factor=factor, elapsed_ms=elapsed_ms))
+        for step, rank, change in self._new_changes():
+            data: dict[str, Any] = {"rank": rank, "factor": change}
+            text = f"rank {rank} takes {change:.2f} times as long"
+            self._tell(EventRecord(step=step, kind="changed_speed", text=text, data=data))
+        self._tell(plan_record(plan, window.first_step + window.num_steps, elapsed_ms=elapsed_ms))
+
+    def evaluated(self, step: int, metric: float, elapsed_s: float) -> None:
+        """Write down the metric at an epoch's end."""
+        if self._workload is not None:
+            data: dict[str, Any] = {self._workload.spec.metric_name: metric}
+            self._tell(EventRecord(step=step, kind="eval", data=data, elapsed_ms=elapsed_s * 1e3))
+
+    def end(self, step: int, reason: str, elapsed_s: float) -> None:
+        """Say that and why the run is over."""
+        self._tell(EventRecord(step=step, kind="end", text=reason, elapsed_ms=elapsed_s * 1e3))
+
+    def _new_changes(self) -> list[tuple[int, int, float]]:
+        learner: Any = getattr(self._planner, "learner", None)
+        if learner is None:
+            return []
+        num_new, self._num_changes = learner.num_changes - self._num_changes, learner.num_changes
+        return list(learner.changes[len(learner.changes) - num_new :])
+
+    def _tell(self, record: Record) -> None:
+        for observer in self._observers:
+            observer.write(record)

@@ -1,0 +1,117 @@
+"""From names to runs: a policy on a cluster with a workload, as the command line says them.
+
+A policy is one of the core's by name, shown every window as in the runtime; `NAME@epoch` is the same planner shown one
+window an epoch, which is how LB-BSP's own paper runs it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable
+
+from cannikin.core.planners import POLICIES, make_planner
+from cannikin.core.records import Job, Planner
+from cannikin.errors import InvalidInputError
+from cannikin.runlog import Observer
+from cannikin.sim.catalog import load_cluster_spec
+from cannikin.sim.engine import RunResult, Simulation
+from cannikin.sim.hardware import Machine, build_machine
+from cannikin.sim.workload import Workload, find_workload
+
+__all__ = ["EPOCH_FACTOR", "find_machine", "job_for", "named_planner", "simulate"]
+
+EPOCH_FACTOR = 20.0  # a run without an end stops after this many times the epochs that the measured run had
+
+
+def find_machine(cluster: str, workload: str) -> Machine:
+    """A cluster, by name or file, that runs a workload.
+
+    >>> find_machine("c", "bert").num_ranks
+    16
+    """
+    return build_machine(load_cluster_spec(cluster), workload, find_workload(workload).spec)
+
+
+def job_for(
+    machine: Machine, workload: Workload, *, batch_size: int | None = None, max_batch_size: int | None = None
+) -> Job:
+    """The job that trains a workload on a machine, with what its ranks' memories hold as bounds.
+
+    A total batch of the paper's that does not give every rank its least (2 samples with batch norm, as in the runtime)
+    is raised to what does. Without `max_batch_size` the workload's own is the largest total; equal to `batch_size` it
+    keeps the total fixed.
+
+    >>> job_for(find_machine("b", "bert"), find_workload("bert")).batch_size
+    16
+    """
+    spec = workload.spec
+    least = 2 if spec.batch_norm else 1
+    initial = max(spec.batch_size, least * machine.num_ranks) if batch_size is None else batch_size
+    largest = max(spec.max_batch_size, initial) if max_batch_size is None else max_batch_size
+    return Job(
+        num_ranks=machine.num_ranks,
+        batch_size=initial,
+        max_batch_size=largest,
+        min_local=least,
+        max_local=tuple(machine.max_batch.tolist()),
+        num_samples=spec.num_samples,
+    )
+
+
+def named_planner(policy: str, job: Job, *, batch_norm: bool = False) -> tuple[Planner, str]:
+    """The planner of a policy's name, and its pace.
+
+    >>> named_planner("lb-bsp@epoch", Job(num_ranks=2, batch_size=8))[1]
+    'epoch'
+    """
+    name, _, pace = policy.partition("@")
+    name = name.replace("_", "-")
+    if name not in POLICIES or pace not in ("", "window", "epoch"):
+        near = difflib.get_close_matches(name, POLICIES, n=1)
+        hint = f"did you mean {near[0]}? " if near and name not in POLICIES else ""
+        raise InvalidInputError(
+            f"policy {policy!r} is unknown: {hint}choose one of {', '.join(POLICIES)}; "
+            "with @epoch behind it, it sees one window an epoch"
+        )
+    # Plain DDP learns nothing: what it is shown makes no difference, and long chunks are quick.
+    return make_planner(name, job, batch_norm=batch_norm), "epoch" if name == "even" else pace or "window"
+
+
+def simulate(
+    machine: Machine,
+    workload: Workload,
+    policy: str,
+    *,
+    job: Job | None = None,
+    seed: int = 0,
+    max_epochs: float | None = None,
+    observers: tuple[Observer, ...] = (),
+    tags: dict[str, str] | None = None,
+    on_progress: Callable[[float], None] | None = None,
+) -> RunResult:
+    """Train a workload on a machine under a policy until its target or a limit.
+
+    Args:
+        machine, workload: from `find_machine` and `find_workload`.
+        policy: as `named_planner` knows it.
+        job: what the planner may choose from; `job_for` where left out.
+        seed: of all noise.
+        max_epochs: passes over the data after which the run stops; 20 times those of the measured run where left out.
+        observers, tags: who is told, and what else the header says.
+        on_progress: called with the share of the run that is done, now and then.
+
+    Example:
+        >>> machine, workload = find_machine("a", "bert"), find_workload("bert")
+        >>> simulate(machine, workload, "cannikin", max_epochs=0.01).reached
+        False
+    """
+    job = job or job_for(machine, workload)
+    if max_epochs is None:
+        max_epochs = math.ceil(EPOCH_FACTOR * workload.spec.curve.progress[-1] / workload.epoch_progress)
+    planner, pace = named_planner(policy, job, batch_norm=workload.spec.batch_norm)
+    simulation = Simulation(
+        machine, planner, job, workload, seed=seed, pace=pace, observers=observers, on_progress=on_progress
+    )
+    simulation.begin(policy, {"workload": workload.name, "seed": str(seed), **(tags or {})})
+    return simulation.run(max_epochs=max_epochs)

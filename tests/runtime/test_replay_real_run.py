@@ -1,0 +1,33 @@
+"""Simulator and reality: half of a real training's windows, run again on a simulated cluster fitted from the others."""
+
+from __future__ import annotations
+
+import pytest
+from ranks import run_ranks
+from training_cases import Numbered, make_model, one_epoch
+
+from cannikin.runlog import read_runlog
+from cannikin.runtime.data import HeteroDataLoader
+from cannikin.sim.replay import compare, machine_from_log
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+SAMPLE_S = (1e-3, 2e-3, 4e-3)  # of each rank, for a sample, in forward and again in backward
+
+
+def train_with_a_log(rank: int, world_size: int, folder: str) -> int:
+    """Six epochs of 30 steps on ranks of unlike speed, with the controller moving samples; steps taken."""
+    model, optimizer = make_model(SAMPLE_S[rank], policy="cannikin", run_dir=folder)
+    loader = HeteroDataLoader(Numbered(720), model=model, batch_size=24)
+    return sum(len(one_epoch(model, optimizer, loader)) for _ in range(6))
+
+
+def test_a_real_runs_steps_take_as_long_in_the_simulator(tmp_path):
+    steps = run_ranks(train_with_a_log, 3, str(tmp_path), timeout_s=100)
+    assert steps == [180] * 3
+    log = read_runlog(tmp_path)
+    fitted, held_out = slice(0, None, 2), slice(1, None, 2)
+    rows = compare(log, machine_from_log(log, fitted), held_out)
+    num_windows = sum(row.num_windows for row in rows)
+    assert num_windows >= 8
+    assert sum(abs(row.error) * row.num_windows for row in rows) / num_windows < 0.1, rows

@@ -1,0 +1,116 @@
+"""The evaluation's own parts: the true optimum, the cells, the plots and the page."""
+
+from __future__ import annotations
+
+import itertools
+from statistics import median
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from cannikin.core.records import Job
+from cannikin.errors import InvalidInputError
+from cannikin.sim.evaluation import svg
+from cannikin.sim.evaluation.cells import SECTIONS, all_cells, run_cells
+from cannikin.sim.evaluation.optimum import best_split
+from cannikin.sim.evaluation.prediction import METHODS, gamma_spread, prediction_errors
+from cannikin.sim.evaluation.report import write_report
+from cannikin.sim.evaluation.steps import by_total_batch, from_even_start
+from cannikin.sim.runs import find_machine
+
+
+@pytest.mark.parametrize("workload", ["cifar10", "bert", "deepspeech2"])
+def test_the_best_split_is_what_trying_every_split_finds(workload):
+    machine = find_machine("a", workload)
+    for total, low in ((12, 1), (24, 2), (30, 1)):
+        job = Job(num_ranks=3, batch_size=total, min_local=low, max_local=tuple(machine.max_batch.tolist()))
+        splits = [
+            (a, b, total - a - b)
+            for a, b in itertools.product(range(low, total), repeat=2)
+            if total - a - b >= low and (np.array([a, b, total - a - b]) <= machine.max_batch).all()
+        ]
+        least = min(float(machine.expected_s(split)) for split in splits)
+        best = best_split(machine, job, total)
+        assert best.sum() == total
+        assert (best >= low).all()
+        assert float(machine.expected_s(best)) == pytest.approx(least)
+
+
+def test_a_total_that_the_ranks_cannot_hold_has_no_best_split():
+    machine = find_machine("a", "bert")
+    job = Job(num_ranks=3, batch_size=12, max_local=tuple(machine.max_batch.tolist()))
+    with pytest.raises(InvalidInputError, match="total_batch=1000 is outside what the ranks can hold"):
+        best_split(machine, job, 1000)
+
+
+def test_every_section_of_the_papers_evaluation_has_its_cells():
+    cells = all_cells(SECTIONS, (0,))
+    counts = {section: sum(cell.section == section for cell in cells) for section in SECTIONS}
+    assert counts["convergence"] == counts["cluster-c"] == 5 * 6
+    assert counts["steps"] == 5
+    assert counts["prediction"] == 10
+    assert all(counts.values())
+    assert len({(cell.section, cell.key) for cell in cells}) == len(cells)
+    assert len(all_cells(("gamma",), (0, 1))) == 4
+    with pytest.raises(InvalidInputError, match="section 'gama' is unknown: choose from convergence"):
+        all_cells(("gama",), (0,))
+
+
+def test_two_processes_give_what_one_does_whatever_comes_first():
+    cells = all_cells(("gamma",), (0, 1))
+    assert run_cells(cells, num_processes=2) == run_cells(cells[::-1])
+
+
+@pytest.fixture(scope="module")
+def tables():
+    """One a seed."""
+    return [by_total_batch("a", "deepspeech2", seed, num_points=3, lb_bsp_steps=500) for seed in (0, 1, 2)]
+
+
+def test_nothing_is_faster_than_the_best_split(tables):
+    for row in itertools.chain(*tables):
+        for name, step_s in row.items():
+            if name != "total_batch":
+                assert step_s >= row["best"] * (1 - 1e-9)
+
+
+def test_the_controller_mostly_comes_within_a_few_per_cent_of_the_best_split_before_and_after_a_change(tables):
+    """About 20 samples a rank, so that one of them is 6% of a step; after the change the total is twice what it was."""
+    middle = [table[1] for table in tables]
+    assert all(row["even"] > 1.2 * row["best"] for row in middle)
+    assert median(row["cannikin"] / row["best"] for row in middle) < 1.05
+    assert median(row["cannikin after a change"] / row["best"] for row in middle) < 1.20
+
+
+def test_the_controllers_prediction_is_near_what_the_best_split_takes():
+    for row in prediction_errors("a", "imagenet", 0, num_points=2):
+        assert set(METHODS) <= row.keys()
+        assert abs(row["cannikin"]) < 0.08
+
+
+def test_the_page_has_every_section_and_every_plot_is_xml():
+    results = run_cells(all_cells(("gamma",), (0,)))
+    results["start"] = {"even/0": from_even_start("a", "imagenet", 128, "even", 0)}
+    results["steps"] = {"deepspeech2/0": by_total_batch("a", "deepspeech2", 0, num_points=2, lb_bsp_steps=50)}
+    results["prediction"] = {"a/bert/0": prediction_errors("a", "bert", 0, num_points=2)}
+    text, plots = write_report(results, {})
+    for heading in ("Spread of the measured overlap ratio", "from an even start", "against the total batch", "OptPerf"):
+        assert heading in text
+    assert text.count("Paper") >= 4
+    assert set(plots) == {"gamma.svg", "start.svg", "steps-deepspeech2.svg"}
+    for plot in plots.values():
+        assert ElementTree.fromstring(plot).tag.endswith("svg")
+
+
+def test_the_overlap_ratio_scatters_more_on_the_less_steady_device():
+    rows = gamma_spread("a", "cifar10", 0)
+    spread = {row["device"]: row["sd"] / row["mean"] for row in rows if row["local_batch"] == 32}
+    assert spread["p4000"] > 2 * spread["a5000"]
+
+
+def test_a_plot_escapes_its_words_and_survives_one_point():
+    plot = svg.lines("a < b", "x", "y", {"one & only": [(1.0, 0.0)]}, log_x=True)
+    assert "a &lt; b" in plot
+    assert "one &amp; only" in plot
+    ElementTree.fromstring(plot)

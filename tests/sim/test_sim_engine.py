@@ -1,0 +1,180 @@
+"""The engine: it does what planners say, when they say it, and decides nothing itself."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cannikin.core.controller import window_steps
+from cannikin.core.planners import make_planner
+from cannikin.core.plans import make_plan
+from cannikin.core.records import Job, Plan, StepWindow
+from cannikin.errors import InvalidInputError
+from cannikin.runlog import RUNLOG_NAME, RunLogWriter, read_runlog
+from cannikin.sim.engine import PLAN_DELAY, Simulation
+from cannikin.sim.runs import find_machine, job_for, named_planner, simulate
+from cannikin.sim.workload import find_workload
+
+JOB = Job(num_ranks=3, batch_size=60, num_samples=3000)
+
+
+class Script:
+    """Keeps what it is shown, and moves one sample from rank 0 to rank 2 with every plan."""
+
+    def __init__(self) -> None:
+        self.windows: list[StepWindow] = []
+        self.asked: list[int] = []
+
+    def observe(self, window: StepWindow) -> None:
+        self.windows.append(window)
+
+    def plan(self, step: int) -> Plan:
+        self.asked.append(step)
+        moved = min(len(self.windows), 15)
+        return make_plan(step, (20 - moved, 20, 20 + moved), phase="script", reason="by script")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to take back."""
+
+
+@pytest.fixture(scope="module")
+def machine():
+    return find_machine("a", "cifar10")
+
+
+def test_the_planner_sees_every_window_of_the_runtimes_length_in_order(machine):
+    planner = Script()
+    Simulation(machine, planner, JOB).run(max_steps=200)
+    step = 0
+    for window in planner.windows:
+        assert (window.first_step, window.num_steps) == (step, window_steps(step))
+        step += window.num_steps
+    assert step == 200
+
+
+def test_a_plan_is_in_force_a_fixed_number_of_steps_after_its_window(machine):
+    planner = Script()
+    Simulation(machine, planner, JOB).run(max_steps=100)
+    first = np.concatenate([window.local_batches[:, 0] for window in planner.windows])
+    ends = np.cumsum([window.num_steps for window in planner.windows])
+    changes = (np.flatnonzero(np.diff(first)) + 1).tolist()
+    expected = [end + PLAN_DELAY for end in ends.tolist() if end + PLAN_DELAY < 100]
+    assert changes == expected[: len(changes)]
+    assert len(changes) >= len(expected) - 1
+    assert planner.asked[1:] == (ends + PLAN_DELAY).tolist()
+
+
+def test_the_first_step_never_counts_and_norms_come_on_one_step_in_four_later(machine):
+    planner = Script()
+    Simulation(machine, planner, JOB, find_workload("cifar10")).run(max_steps=200)
+    valid = np.concatenate([window.valid.all(axis=1) for window in planner.windows])
+    taken = np.concatenate([np.isfinite(window.global_sqnorm) for window in planner.windows])
+    assert np.flatnonzero(~valid).tolist() == [0]
+    assert taken[:61].all()
+    assert np.flatnonzero(taken[61:] ^ (np.arange(61, 200) % 4 == 0)).size == 0
+
+
+def test_a_planner_paced_by_epochs_sees_the_end_of_each_epoch_only(machine):
+    planner = Script()
+    run = Simulation(machine, planner, JOB, pace="epoch").run(max_epochs=8)
+    assert len(planner.windows) == 8
+    assert [window.first_step + window.num_steps for window in planner.windows] == [50 * k for k in range(1, 9)]
+    assert [epoch.epoch for epoch in run.epochs] == list(range(1, 9))
+
+
+def test_time_samples_and_epochs_add_up(machine):
+    planner = Script()
+    run = Simulation(machine, planner, JOB).run(max_steps=250)
+    measured = np.concatenate([window.step_s[:, 0] for window in planner.windows])
+    assert run.elapsed_s == pytest.approx(measured.sum())
+    assert run.num_samples == 250 * 60
+    assert len(run.epochs) == 5
+    assert [epoch.step_s for epoch in run.epochs] == pytest.approx(measured.reshape(5, 50).mean(axis=1))
+
+
+@pytest.mark.parametrize("policy", ["even", "cannikin", "lb-bsp", "lb-bsp@epoch", "adaptdl", "paper"])
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(policy):
+    machine, workload = find_machine("a", "deepspeech2"), find_workload("deepspeech2")
+    first, again, other = (simulate(machine, workload, policy, seed=seed, max_epochs=2) for seed in (3, 3, 4))
+    assert replace(first, planner_s=0.0, epochs=()) == replace(again, planner_s=0.0, epochs=())
+    assert first.elapsed_s != other.elapsed_s
+
+
+def test_the_planners_are_the_cores_own(machine):
+    for policy in ("cannikin", "even", "lb-bsp", "adaptdl", "paper"):
+        assert type(named_planner(policy, JOB)[0]) is type(make_planner(policy, JOB))
+    with pytest.raises(InvalidInputError, match="policy 'ddp' is unknown: choose one of cannikin, even, lb-bsp"):
+        named_planner("ddp", JOB)
+    with pytest.raises(InvalidInputError, match="policy 'even@day' is unknown"):
+        named_planner("even@day", JOB)
+
+
+def test_uneven_ranks_train_faster_under_the_controller_than_evenly():
+    machine, workload = find_machine("a", "bert"), find_workload("bert")
+    job = job_for(machine, workload, batch_size=24, max_batch_size=24)
+    even, ours = (simulate(machine, workload, policy, job=job, max_epochs=0.2) for policy in ("even", "cannikin"))
+    assert ours.plan.local_batches[0] > ours.plan.local_batches[1] > ours.plan.local_batches[2]
+    assert ours.elapsed_s < 0.8 * even.elapsed_s
+
+
+def test_plans_stay_within_what_memory_holds():
+    machine, workload = find_machine("a", "bert"), find_workload("bert")
+    run = simulate(machine, workload, "cannikin", max_epochs=0.5)
+    assert all((np.array(plan.local_batches) <= machine.max_batch).all() for _, plan in run.plans)
+    assert run.plan.total_batch > 24
+
+
+def test_long_chunks_make_the_progress_that_short_windows_make():
+    machine, workload = find_machine("a", "deepspeech2"), find_workload("deepspeech2")
+    job = job_for(machine, workload, batch_size=12, max_batch_size=12)
+    steps = [
+        Simulation(machine, make_planner("even", job), job, workload, pace=pace).run(max_epochs=100).num_steps
+        for pace in ("window", "epoch")
+    ]
+    assert steps[0] == pytest.approx(steps[1], rel=0.001)
+
+
+def test_a_total_batch_too_small_for_the_ranks_is_raised():
+    job = job_for(find_machine("b", "deepspeech2"), find_workload("deepspeech2"))
+    assert (job.batch_size, job.min_local) == (32, 2)
+
+
+def test_a_run_that_never_reaches_its_target_stops_at_its_limit_and_says_so():
+    machine, workload = find_machine("a", "ncf"), find_workload("ncf", 0.99)
+    run = simulate(machine, workload, "even", max_epochs=0.02)
+    assert not run.reached
+    assert run.reason.startswith("stopped at its limit of 0.02 epochs with hit rate at 10 0.6242: target 0.99 not")
+    assert run.num_samples == pytest.approx(0.02 * workload.spec.num_samples, abs=64)
+    assert run.reason.endswith("which the measured run never reaches either")
+
+
+def test_a_run_without_an_end_is_refused(machine):
+    job = Job(num_ranks=3, batch_size=60)
+    with pytest.raises(InvalidInputError, match="the run has no end: give max_steps"):
+        Simulation(machine, Script(), job).run(max_epochs=3)
+    with pytest.raises(InvalidInputError, match="the run has no end"):
+        Simulation(machine, Script(), JOB).run(max_epochs=math.inf)
+
+
+def test_the_run_log_reads_like_a_real_ones(tmp_path):
+    machine, workload = find_machine("a", "deepspeech2"), find_workload("deepspeech2")
+    with RunLogWriter(tmp_path / RUNLOG_NAME) as log:
+        run = simulate(machine, workload, "cannikin", max_epochs=1, observers=(log,), tags={"cluster": "a"})
+    read = read_runlog(tmp_path)
+    (header,) = read.headers
+    assert (header.policy, header.world_size, header.tags["cluster"]) == ("cannikin", 3, "a")
+    assert [info.device for info in header.ranks] == list(machine.names)
+    assert 0 <= run.num_steps - sum(window.num_steps for window in read.windows) < 10
+    elapsed = [window.elapsed_ms for window in read.windows]
+    assert elapsed == sorted(elapsed)
+    assert read.plans[-1].local_batches == run.plan.local_batches
+    assert read.events[-1].kind == "end"
+    assert any(event.kind == "eval" for event in read.events)
+    assert read.windows[-1].noise is not None
