@@ -11,7 +11,7 @@ from rich.console import Console
 
 from cannikin.core.planners import POLICIES
 from cannikin.demo.run import SUMMARY_NAME, run_demo
-from cannikin.demo.settings import DEFAULT_POLICIES, SPEEDS, TASKS, quick
+from cannikin.demo.settings import DEFAULT_POLICIES, SPEEDS, TASKS, check_folder, quick
 from cannikin.lab.cluster import parse_speeds
 
 __all__ = ["command"]
@@ -40,6 +40,7 @@ def command(
     take. Nothing is downloaded. The exit status is 0 whoever wins.
     """
     task = replace(quick(TASKS[dataset]) if is_quick else TASKS[dataset], seed=seed)
+    check_folder(dataset, data)
     speeds = SPEEDS if ranks is None else parse_speeds(ranks)
     if out is None:
         out = Path("runs") / f"demo-{datetime.now():%Y%m%d-%H%M%S}"

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from cannikin.demo.settings import FASHION_MNIST_FILES, check_folder
 from cannikin.errors import InvalidInputError
 
 __all__ = ["load_data", "make_network"]
@@ -27,8 +28,8 @@ def load_data(dataset: str, folder: Path | None) -> tuple[TensorDataset, torch.T
     """
     if dataset == "digits":
         return _digits()
-    if folder is None:
-        raise InvalidInputError("Fashion-MNIST is not part of this package: say where it is with --data DIR")
+    check_folder(dataset, folder)
+    assert folder is not None
     return _fashion_mnist(folder)
 
 
@@ -46,19 +47,15 @@ def _digits() -> tuple[TensorDataset, torch.Tensor, torch.Tensor]:
 
 
 def _fashion_mnist(folder: Path) -> tuple[TensorDataset, torch.Tensor, torch.Tensor]:
-    compact, original = folder / "images.npy.xz", folder / "train-images-idx3-ubyte.gz"
+    compact = folder / FASHION_MNIST_FILES[0]
     if compact.exists():
         with lzma.open(compact) as file:
             images = np.load(io.BytesIO(file.read()))
         saved = np.load(folder / "labels.npz")
         labels = np.concatenate([saved["train"], saved["test"]])
-    elif original.exists():
+    else:
         images = np.concatenate([_idx(folder / f"{part}-images-idx3-ubyte.gz") for part in ("train", "t10k")])
         labels = np.concatenate([_idx(folder / f"{part}-labels-idx1-ubyte.gz") for part in ("train", "t10k")])
-    else:
-        raise InvalidInputError(
-            f"{folder} has neither {original.name} nor {compact.name}: is it Fashion-MNIST's folder?"
-        )
     pixels = torch.from_numpy(images).float().unsqueeze(1) / 255 - 0.3
     classes = torch.from_numpy(labels).long()
     # A quarter of each: the demonstration is to end in minutes.

@@ -7,9 +7,13 @@ and backward (`cannikin lab`), so three of them fit on two cores.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-__all__ = ["DEFAULT_POLICIES", "SPEEDS", "TASKS", "Task", "quick"]
+from cannikin.errors import InvalidInputError
 
+__all__ = ["DEFAULT_POLICIES", "FASHION_MNIST_FILES", "SPEEDS", "TASKS", "Task", "check_folder", "quick"]
+
+FASHION_MNIST_FILES = ("images.npy.xz", "train-images-idx3-ubyte.gz")  # a compact form, and the original one
 DEFAULT_POLICIES = ("even", "adaptdl", "lb-bsp", "cannikin")
 SPEEDS = (1.0, 0.5, 0.25)
 
@@ -65,6 +69,17 @@ TASKS = {
         lr=0.01,
     ),
 }
+
+
+def check_folder(dataset: str, folder: Path | None) -> None:
+    """Refuse a data set that is not where it is said to be, before any rank is started."""
+    if dataset == "digits":
+        return
+    if folder is None:
+        raise InvalidInputError(f"{dataset} is not part of this package: say where it is with --data DIR")
+    if not any((folder / name).exists() for name in FASHION_MNIST_FILES):
+        wanted = " nor ".join(FASHION_MNIST_FILES)
+        raise InvalidInputError(f"{folder} has neither {wanted}: is it Fashion-MNIST's folder?")
 
 
 def quick(task: Task) -> Task:

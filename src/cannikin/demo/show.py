@@ -51,6 +51,7 @@ class Bars:
             BarColumn(bar_width=30),
             TextColumn("{task.fields[state]}"),
             console=console,
+            disable=not console.is_terminal,
         )
         self._bars = {policy: self._progress.add_task(policy, total=task.target, state="waits") for policy in policies}
 
@@ -84,7 +85,7 @@ def results_table(task: Task, speeds: tuple[float, ...], results: list[dict[str,
         caption=f"Device time of b samples at speed v: {task.fixed_ms:g} + {task.sample_ms:g} b/v ms. Seconds are of "
         f"training alone; all policies have the same network, data, seed {task.seed} and B0 = {task.batch_size}.",
     )
-    for heading in ("policy", "time to target", "median step", "last 50", "final split", "total batch", "accuracy"):
+    for heading in ("policy", "time to target", "median step", "final split", "total batch", "accuracy"):
         table.add_column(heading, justify="left" if heading in ("policy", "total batch") else "right")
     for result in sorted(results, key=lambda r: (r["seconds_to_target"] is None, r["seconds_to_target"])):
         seconds = result["seconds_to_target"]
@@ -92,7 +93,6 @@ def results_table(task: Task, speeds: tuple[float, ...], results: list[dict[str,
             result["policy"],
             f"{seconds:.1f} s" if seconds is not None else "not reached",
             f"{result['median_step_ms']:.0f} ms",
-            f"{result['last_steps_ms']:.0f} ms",
             "/".join(map(str, result["final_split"])),
             _path([total for _, total in result["total_batches"]]),
             f"{result['accuracy']:.1%}",

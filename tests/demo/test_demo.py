@@ -1,0 +1,113 @@
+"""The demonstration: what it shows, what it leaves behind, what it refuses."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from cannikin.cli import main
+from cannikin.demo.settings import DEFAULT_POLICIES, SPEEDS, TASKS, quick
+from cannikin.demo.show import Bars, RankLines, results_table
+from cannikin.runlog import read_runlog
+
+RESULT = {
+    "kind": "result",
+    "policy": "even",
+    "seconds_to_target": 12.0,
+    "median_step_ms": 80.0,
+    "last_steps_ms": 81.0,
+    "accuracy": 0.975,
+    "final_split": [16, 16, 16],
+    "total_batches": [[1, 48]],
+}
+
+
+def shown(*renderables: object) -> str:
+    out = io.StringIO()
+    Console(width=100, file=out).print(*renderables)
+    return out.getvalue()
+
+
+def test_rank_0s_objects_are_taken_and_all_other_lines_passed_on_however_they_are_cut():
+    objects, lines = [], []
+    stream = RankLines(objects.append, lines.append)
+    for piece in (b'[rank 0] {"a"', b": 1}\n[rank 1] hel", b"lo\n\n", b'[rank 0] {"b": 2}\nunfinished'):
+        stream.write(piece)
+    assert objects == [{"a": 1}, {"b": 2}]
+    assert lines == ["[rank 1] hello"]
+
+
+def test_the_table_has_the_fastest_first_and_says_what_the_ranks_were():
+    slow = RESULT
+    fast = {**RESULT, "policy": "cannikin", "seconds_to_target": 5.0, "total_batches": [[1, 48], [30, 96], [60, 120]]}
+    never = {**RESULT, "policy": "adaptdl", "seconds_to_target": None}
+    text = shown(results_table(TASKS["digits"], SPEEDS, [never, slow, fast]))
+    assert text.index("cannikin") < text.index("even") < text.index("adaptdl")
+    assert "3 ranks of speed 1, 0.5, 0.25" in text
+    assert "48 > 96 > 120" in text
+    assert "not reached" in text
+
+
+def test_without_a_terminal_there_is_one_line_a_policy(capsys):
+    console = Console(width=200, force_terminal=False)
+    with Bars(TASKS["digits"], ["even"], console) as bars:
+        bars.update(
+            {"kind": "progress", "policy": "even", "accuracy": 0.5, "seconds": 1.0, "steps": 9, "split": [4, 4]}
+        )
+        bars.update(RESULT)
+    assert capsys.readouterr().out.splitlines() == ["even: 97.5% in 12.0 s, 48 = 16 + 16 + 16"]
+
+
+def test_quick_lowers_the_target_and_nothing_of_the_training():
+    task, small = TASKS["digits"], quick(TASKS["digits"])
+    assert small.target < task.target
+    assert (small.lr, small.batch_size, small.seed) == (task.lr, task.batch_size, task.seed)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--policy", "best"], "'best' is not one of"),
+        (["--ranks", "1,0"], "speed"),
+        (["--dataset", "fashion-mnist"], "say where it is with --data DIR"),
+        (["--dataset", "fashion-mnist", "--data", "."], "is it Fashion-MNIST's folder?"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_status_2(arguments, words):
+    result = CliRunner().invoke(main, ["demo", *arguments])
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.xdist_group("ranks")
+def test_it_trains_for_real_and_leaves_run_logs_and_a_summary(tmp_path: Path):
+    command = [sys.executable, "-m", "cannikin", "demo", "--quick", "--ranks", "1,0.25", "--out", str(tmp_path / "run")]
+    command += [word for policy in ("even", "cannikin") for word in ("--policy", policy)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert list(summary["policies"]) == ["even", "cannikin"]
+    for policy, result in summary["policies"].items():
+        assert result["accuracy"] >= summary["task"]["target"]
+        assert result["seconds_to_target"] > 0
+        assert result["median_step_ms"] > 0
+        header = read_runlog(tmp_path / "run" / policy).header
+        assert header.policy == policy
+        assert [rank.device for rank in header.ranks] == ["lab device of speed 1", "lab device of speed 0.25"]
+    fast, slow = summary["policies"]["cannikin"]["final_split"]
+    assert fast > slow
+    assert summary["policies"]["even"]["final_split"] == [24, 24]
+    assert str(tmp_path / "run") in done.stdout
+
+
+def test_the_default_is_all_four():
+    assert DEFAULT_POLICIES == ("even", "adaptdl", "lb-bsp", "cannikin")
