@@ -27,10 +27,7 @@ _PAPER_EPOCH = 50  # steps of an epoch for the policies that plan once an epoch
 
 
 def from_even_start(cluster: str, workload: str, total_batch: int, policy: str, seed: int) -> dict[str, Any]:
-    """Mean step time of each epoch, from an even split at a fixed total batch; epochs of 1,000 steps.
-
-    `first_steps` has the mean of each window of the first 100 steps.
-    """
+    """Mean step time of each epoch, from an even split at a fixed total batch; epochs of 1,000 steps."""
     machine, job = _fixed(cluster, workload, total_batch, _EPOCH_STEPS)
     planner, pace = named_planner(policy, job)
     run = Simulation(machine, planner, job, seed=seed, pace=pace).run(max_epochs=_NUM_EPOCHS)
