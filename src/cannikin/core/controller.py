@@ -50,7 +50,8 @@ _LOADING = 0.9  # a rank whose loader takes this share of a step at least is sai
 def window_steps(first_step: int, planner: object = None) -> int:
     """Length of the window that begins at this step: 5 while the model is young or has just changed, then 10."""
     changed = getattr(planner, "last_change", None)
-    return 5 if first_step < _YOUNG or (changed is not None and first_step < changed + _YOUNG) else 10
+    # A change in a run that this one resumes has a step number of that run, mostly a later one.
+    return 5 if first_step < _YOUNG or (changed is not None and changed <= first_step < changed + _YOUNG) else 10
 
 
 class Controller:

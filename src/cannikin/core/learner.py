@@ -291,6 +291,8 @@ class Learner:
     def _observe_buckets(self, window: StepWindow) -> None:
         """Keep the recent communication times and overlap ratios."""
         usable = window.valid.mean(axis=1) >= 0.5
+        if not usable.any():
+            return
         if self._comm.shape[1] != window.num_buckets:  # DDP has rebuilt its buckets: the old ones tell nothing
             self._comm = np.zeros((0, window.num_buckets))
             self._gammas = np.zeros((0, self.num_ranks, window.num_buckets))

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from cannikin.errors import InvalidInputError
 
-__all__ = ["BoolArray", "FloatArray", "IntArray", "Job", "Plan", "Planner", "Split", "StepWindow"]
+__all__ = ["NO_MAX", "BoolArray", "FloatArray", "IntArray", "Job", "Plan", "Planner", "Split", "StepWindow"]
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]

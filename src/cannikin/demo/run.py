@@ -12,11 +12,11 @@ from rich.console import Console
 
 from cannikin.demo.settings import Task
 from cannikin.demo.show import Bars, RankLines, results_table
-from cannikin.errors import CannikinError
+from cannikin.errors import CannikinError, InvalidInputError
 from cannikin.lab.cluster import LabCluster
 from cannikin.lab.launch import launch
 
-__all__ = ["run_demo"]
+__all__ = ["SUMMARY_NAME", "run_demo"]
 
 SUMMARY_NAME = "summary.json"
 
@@ -28,6 +28,7 @@ def run_demo(
 
     Leaves a run log for each policy and `summary.json` under `out`.
     """
+    _check_data(task, data, console)
     out.mkdir(parents=True, exist_ok=True)
     results: list[dict[str, Any]] = []
     cluster = LabCluster(speeds=speeds, sample_s=task.sample_ms / 1e3, fixed_s=task.fixed_ms / 1e3)
@@ -44,9 +45,12 @@ def run_demo(
         lines: Any = RankLines(take, lambda line: print(line, file=sys.stderr))
         errors: Any = io.BytesIO()
         status = launch(cluster, script, mechanism="portable", out=lines, err=errors)
+    said = errors.getvalue().decode(errors="replace")
     if status != 0:
-        sys.stderr.write(errors.getvalue().decode(errors="replace"))
+        sys.stderr.write(said)
         raise CannikinError(f"the ranks ended with exit status {status}; what they said is above")
+    # The lab warns where speeds are not as asked: such a comparison is worth little.
+    sys.stderr.writelines(line for line in said.splitlines(keepends=True) if "] cannikin lab:" in line)
     summary = {
         "task": msgspec.to_builtins(task),
         "speeds": speeds,
@@ -55,3 +59,14 @@ def run_demo(
     (out / SUMMARY_NAME).write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2))
     console.print(results_table(task, speeds, results))
     return results
+
+
+def _check_data(task: Task, data: Path | None, console: Console) -> None:
+    """Before ranks are started, each of which would say it: is there a folder where one is needed."""
+    if task.dataset == "digits":
+        if data is not None:
+            console.print(f"--data {data} is not used: scikit-learn brings the digits.", highlight=False)
+    elif data is None:
+        raise InvalidInputError("Fashion-MNIST is not part of this package: say where it is with --data DIR")
+    elif not data.is_dir():
+        raise InvalidInputError(f"--data {data} is no folder: say where Fashion-MNIST is")

@@ -57,7 +57,7 @@ class Coordinator:
     ) -> None:
         self.job = job
         self.max_batch = NO_MAX  # largest local batch that this rank's memory holds, as far as is known
-        self.decision = Decision(plan=_checked(planner.plan(0), job.num_ranks), window_steps=window_steps(0))
+        self.decision = Decision(plan=_checked(planner.plan(0), job), window_steps=window_steps(0))
         self._exchange = exchange
         self._planner = planner
         self._on_decision = on_decision
@@ -95,9 +95,10 @@ class Coordinator:
 
     def agree(self) -> None:
         """Every rank begins with rank 0's plan, which knows stored profiles; the others wait for it here."""
-        values = self._exchange.broadcast_now(encode_decision(self._decide(self._plans[0])))
-        if self._thread is None:
-            self.begin_with(decode_decision(values, reason="as rank 0 planned"))
+        decision = self._decide(self._plans[0])
+        values = self._exchange.broadcast_now(encode_decision(decision))
+        # Rank 0 too, whose restored noise scale is in it: gains and rates must not differ.
+        self.begin_with(decision if self._thread is not None else decode_decision(values, reason="as rank 0 planned"))
 
     def restore(self, state: dict[str, Any]) -> None:
         """Let the planner take a saved state, and begin with the plan it held."""
@@ -107,7 +108,7 @@ class Coordinator:
     def begin_with(self, decision: Decision) -> None:
         """Forget earlier plans: this one is in force."""
         self.decision = decision
-        self._plans = [_checked(decision.plan, self.job.num_ranks)]
+        self._plans = [_checked(decision.plan, self.job)]
 
     def tick(self, step: int) -> bool:
         """What is due between ranks before this step's forward, the same on every rank; whether a window has ended."""
@@ -154,7 +155,7 @@ class Coordinator:
             return self._decide(now)
         try:
             self._planner.observe(report.window)
-            plan = _checked(self._planner.plan(free_step), self.job.num_ranks)
+            plan = _checked(self._planner.plan(free_step), self.job)
         except Exception as error:
             self._failed = True
             warnings.warn(
@@ -170,8 +171,8 @@ class Coordinator:
 
     def _decide(self, plan: Plan) -> Decision:
         noise = getattr(self._planner, "noise", None)
-        # What is decided now is known at the step after the next window's third.
-        length = window_steps(self._step + 1, self._planner)
+        # The window in which this will be known has begun: its length is meant, whatever step the training is at.
+        length = window_steps(self._window_start, self._planner)
         decision = Decision(plan=plan, num_nonfinite=self._num_nonfinite, window_steps=length)
         if noise is None:
             return decision
@@ -199,11 +200,17 @@ class Coordinator:
         self._on_decision(self.decision, self._report)
 
 
-def _checked(plan: Plan, num_ranks: int) -> Plan:
+def _checked(plan: Plan, job: Job) -> Plan:
     """A plan that can be carried out, whoever made it."""
     for name, counts in (("local batches", plan.local_batches), ("micro-batches", plan.micro_batches)):
-        if len(counts) != num_ranks or min(counts) < 1:
+        if len(counts) != job.num_ranks or min(counts) < 1:
             raise InvalidInputError(
-                f"the planner gave {name} {counts} for {num_ranks} ranks: it must give each rank one, of at least 1"
+                f"the planner gave {name} {counts} for {job.num_ranks} ranks: it must give each rank one, of at least 1"
             )
+    low, high = job.bounds
+    if (low > plan.local_batches).any() or (high < plan.local_batches).any():
+        raise InvalidInputError(
+            f"the planner gave local batches {plan.local_batches}, outside of the loader's local_batches or "
+            f"local_bounds, {low.tolist()} to {high.tolist()}: leave these out, or have the planner keep to them"
+        )
     return plan

@@ -5,6 +5,7 @@ One engine a model; no global state.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from cannikin.errors import BatchMatchError, InvalidInputError, StateError
 from cannikin.runlog import Observer, RankInfo
 from cannikin.runtime.buffers import RunningStatistics
 from cannikin.runtime.coordinator import Coordinator
+from cannikin.runtime.cutting import whole_number
 from cannikin.runtime.entries import BatchEntry, BatchSource
 from cannikin.runtime.exchange import Exchange
 from cannikin.runtime.hook import HookState, share_of, weighted_hook
@@ -49,7 +51,7 @@ class Engine:
         ddp: torch.nn.parallel.DistributedDataParallel,
         optimizer: torch.optim.Optimizer,
         *,
-        policy: str | Planner = "cannikin",
+        policy: str | Planner | None = None,
         weighting: str = "auto",
         lr_rule: str = "auto",
         warmup_steps: float = 0.0,
@@ -59,13 +61,16 @@ class Engine:
         run_dir: str | Path | None = None,
         profiles: str | Path | None = None,
     ) -> None:
-        self.policy = policy
+        self.policy = os.environ.get("CANNIKIN_POLICY", "cannikin") if policy is None else policy
         self.weighting, self.weighting_reason = choose_weighting(weighting, ddp.module)
         self.lr_rule, self.lr_reason = choose_rule(lr_rule, optimizer, warmup_steps)
         self.has_batch_norm = has_batch_norm(ddp.module)
         self.coordinator: Coordinator | None = None
         device = next(ddp.parameters()).device
         self._ddp = ddp
+        self._optimizer = optimizer
+        if grad_scaler is not None and not grad_scaler.is_enabled():  # GradScaler(enabled=use_amp)
+            grad_scaler = None
         self._grad_scaler = grad_scaler
         self._warmup_steps = warmup_steps
         self._exchange = Exchange(ddp.process_group)
@@ -135,29 +140,10 @@ class Engine:
         """Take this loader as the source of batches, after checking that all ranks agree on it."""
         if self.coordinator is not None:
             raise InvalidInputError("this model has a loader already: give each model one HeteroDataLoader")
-        policy = self.policy if isinstance(self.policy, str) else type(self.policy).__name__
-        low, high = job.bounds
-        self._exchange.check_agreement(
-            {
-                **settings,
-                "policy": policy,
-                "weighting": self.weighting,
-                "lr_rule": self.lr_rule,
-                "warmup_steps": self._warmup_steps,
-                "batch_size": job.batch_size,
-                "max_batch_size": job.max_batch_size or 0,
-                "local_bounds": [low.tolist(), high.tolist()],
-                "num_samples": job.num_samples or 0,
-            }
-        )
+        self._check_optimizer()
+        self._exchange.check_agreement({**settings, **self._settings(job)})
         self._ranks = introduce(self._exchange, next(self._ddp.parameters()).device)
-        planner: Any = self.policy
-        if isinstance(self.policy, str):
-            planner = make_planner(policy, job, batch_norm=self.has_batch_norm)
-        if self._restored is not None:
-            planner.load_state_dict(self._restored)
-        elif self._store is not None and self.rank == 0 and hasattr(planner, "start_from"):
-            self._start_from_profiles(planner, self._store)
+        planner = self._make_planner(job)
         self.coordinator = Coordinator(
             self._exchange,
             self._clock,
@@ -171,13 +157,57 @@ class Engine:
         if self.world_size == 1 and job.largest_total > job.batch_size:
             self._state.previous = {}
         self._item_count = source.item_count
-        self._recorder.begin(job, policy, self._ddp.module, self._ranks)
+        self._recorder.begin(job, self._policy_name, self._ddp.module, self._ranks)
+
+    @property
+    def _policy_name(self) -> str:
+        return self.policy if isinstance(self.policy, str) else type(self.policy).__name__
+
+    def _settings(self, job: Job) -> dict[str, Any]:
+        """What ranks must agree on beside the loader's own settings."""
+        low, high = job.bounds
+        return {
+            "policy": self._policy_name,
+            "weighting": self.weighting,
+            "lr_rule": self.lr_rule,
+            "warmup_steps": self._warmup_steps,
+            "batch_size": job.batch_size,
+            "max_batch_size": job.max_batch_size or 0,
+            "local_bounds": [low.tolist(), high.tolist()],
+            "num_samples": job.num_samples or 0,
+        }
+
+    def _make_planner(self, job: Job) -> Any:
+        """The planner, with what a saved state or, on rank 0, stored profiles know."""
+        planner: Any = self.policy
+        if isinstance(self.policy, str):
+            planner = make_planner(self.policy, job, batch_norm=self.has_batch_norm)
+        stored = self._store if self.rank == 0 else None
+        if stored is not None and not hasattr(planner, "profiles"):
+            text = f"profiles= is ignored: policy {self._policy_name!r} learns no profiles"
+            warnings.warn(text, RuntimeWarning, stacklevel=5)
+        if self._restored is not None:
+            planner.load_state_dict(self._restored)
+            self._recorder.skip_changes(planner)
+        elif stored is not None and hasattr(planner, "start_from"):
+            self._start_from_profiles(planner, stored)
+        return planner
+
+    def _check_optimizer(self) -> None:
+        """Refuse an optimizer whose rates another model scales already: both would, and neither could undo it."""
+        hooks = getattr(self._optimizer, "_optimizer_step_pre_hooks", {}).values()
+        owners = [owner for hook in hooks if isinstance(owner := getattr(hook, "__self__", None), Engine)]
+        if any(owner is not self and owner.coordinator is not None for owner in owners):
+            raise InvalidInputError(
+                "the optimizer belongs to another model with a loader, or to an earlier wrapper of this one: make a "
+                "new optimizer for each HeteroDataParallel"
+            )
 
     def _start_from_profiles(self, planner: Any, store: ProfileStore) -> None:
         try:
             planner.start_from(store.load([rank.device for rank in self._ranks]))
         except StateError as error:  # not worth a run: the ranks are learned afresh
-            warnings.warn(f"stored profiles are left out: {error}", RuntimeWarning, stacklevel=4)
+            warnings.warn(f"stored profiles are left out: {error}", RuntimeWarning, stacklevel=5)
 
     def _decided(self, decision: Decision, report: Report | None) -> None:
         if report is not None:
@@ -225,6 +255,8 @@ class Engine:
         """The iterator ends: nothing of ours stays outstanding."""
         self._pass_over = True
         self._exchange.wait()
+        for wait_for_sum in self._state.item_sums.values():
+            wait_for_sum()
         self._save_profiles()
 
     def _save_profiles(self) -> None:
@@ -233,8 +265,10 @@ class Engine:
             self._store.save([rank.device for rank in self._ranks], planner.profiles())
 
     def use_batch(self, local: int, total: int) -> None:
-        """Say what the next training forward holds, where a script has its own loader."""
-        self.hand_out(BatchEntry(step=self.next_step, local_batch=local, total_batch=total, checked=False))
+        """Say what the next training forward holds, where a script has its own loader or changes a batch of ours."""
+        total = whole_number("total", total, low=1)
+        entry = self._queue.describe(whole_number("local", local, low=0, high=total), total)
+        self._state.item_sums.pop(entry.step, None)
 
     def begin_part(self, part: Any, share: float, *, synced: bool) -> None:
         """The next forward takes this part, a share of the batch in hand, which is not used up before `end_parts`.
@@ -243,6 +277,7 @@ class Engine:
         """
         step = self._current_or_next()
         self._cuts_batches = True
+        step.part_size = max(step.part_size, round(share * step.entry.local_batch))
         items = step.entry.items
         if items is not None and self._item_count is None:
             raise InvalidInputError("micro_batches() of items needs item_count= of the loader to weigh the parts")
@@ -363,7 +398,7 @@ class Engine:
         """Say what to do where a training step ran out of memory."""
         step = self._state.step
         if is_out_of_memory(error) and step is not None and step.optimizer_end is None:
-            advice = self._memory.advice(self.rank, step.entry.local_batch)
+            advice = self._memory.advice(self.rank, step.forward_size)
             if advice not in getattr(error, "__notes__", ()):
                 error.add_note(advice)
 
@@ -371,6 +406,12 @@ class Engine:
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         step = self._state.step
+        if self._state.unmatched and self.coordinator is not None:
+            self._state.unmatched = False
+            raise BatchMatchError(
+                "optimizer.step() with gradients of a forward in eval mode, which cannot be matched to a batch and are "
+                "not weighted: train with model.train(), and to freeze layers call eval() on those, in model.module"
+            )
         if step is not None and step.synced:
             step.optimizer_start = self._clock.mark()
         if self.coordinator is not None:
@@ -384,7 +425,7 @@ class Engine:
         step = self._state.step
         if step is not None and step.optimizer_start is not None:
             step.optimizer_end = self._clock.mark()
-            self._memory.end_step(step.entry.local_batch)
+            self._memory.end_step(step.forward_size)
 
     # State.
 
@@ -401,6 +442,7 @@ class Engine:
         self._restored = state["planner"]
         if self.coordinator is not None and self._restored is not None:
             self.coordinator.restore(self._restored)
+            self._recorder.skip_changes(self.coordinator.planner)
 
     # For users.
 

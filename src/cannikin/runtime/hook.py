@@ -36,6 +36,7 @@ class HookState:
         self.clock = clock
         self.inverse_variance = inverse_variance
         self.step: StepInProgress | None = None
+        self.unmatched = False  # the gradients are of a forward that no batch belongs to
         self.item_sums: dict[int, Any] = {}  # step -> a call that waits for the number of items on all ranks
         self.previous: dict[int, torch.Tensor] | None = None  # the last step's buckets, where one rank is alone
         # NCCL's continuation runs in the order of a stream, gloo's on a host thread of its own.
@@ -49,7 +50,8 @@ def weighted_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
     """
     step, clock = state.step, state.clock
     index, buffer = bucket.index(), bucket.buffer()
-    if step is None:  # a backward that no batch of ours belongs to: plain DDP
+    state.unmatched = step is None or step.has_bucket(index)
+    if step is None or state.unmatched:  # a backward that no batch of ours belongs to: plain DDP
         return _sum(state, buffer.div_(dist.get_world_size(state.group)))
     weight = share_of(state, step) if step.weight is None else step.weight
     step.make_room(index + 1)

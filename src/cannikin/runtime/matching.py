@@ -7,7 +7,7 @@ takes it, so a loop that looks one batch ahead stays right.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ class BatchQueue:
         self._entries: deque[BatchEntry] = deque()
         self._num_ahead = 0  # batches that were handed out already when the one in training was taken
         self._is_complete = True  # the loader has handed out all of its pass
+        self._first_step = 0  # of the pass
+        self._is_trained_on = False  # some batch of the pass has been taken
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -44,16 +46,32 @@ class BatchQueue:
         self._entries.append(entry)
         self.next_step = entry.step + 1
 
+    def describe(self, local: int, total: int) -> BatchEntry:
+        """Say what the next batch holds, in place of what the loader said where it has handed one out; which that is.
+
+        The first dimension of such a batch is not checked: it may have been filtered, or have samples elsewhere.
+        """
+        if self._entries and self._entries[0].checked:
+            self._entries[0] = replace(
+                self._entries[0], local_batch=local, total_batch=total, items=None, checked=False
+            )
+            return self._entries[0]
+        self.add(BatchEntry(step=self.next_step, local_batch=local, total_batch=total, checked=False))
+        return self._entries[-1]
+
     def begin_pass(self) -> list[BatchEntry]:
         """Forget the batches of an abandoned pass that were never trained on; which those were.
 
-        Those of a complete one are kept: a loop may look one batch ahead across the end of an epoch.
+        Those of a complete one are kept: a loop may look one batch ahead across the end of an epoch. Not so where none
+        of several was trained on: that was an evaluation on the training data.
         """
-        forgotten = [] if self._is_complete else list(self._entries)
+        is_over = not self._is_complete or (not self._is_trained_on and len(self._entries) > 1)
+        forgotten = list(self._entries) if is_over else []
         if forgotten:
             self._entries.clear()
         self._num_ahead = -1  # and so is one that had its forward but no backward
-        self._is_complete = False
+        self._is_complete = self._is_trained_on = False
+        self._first_step = self.next_step
         return forgotten
 
     def complete_pass(self) -> None:
@@ -76,6 +94,7 @@ class BatchQueue:
             )
         entry = self._entries.popleft()
         self._num_ahead = len(self._entries)
+        self._is_trained_on = self._is_trained_on or entry.step >= self._first_step
         return entry
 
 

@@ -123,17 +123,25 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
+class _Advice:
+    """An excepthook that has every owner alive explain an error, and then asks whoever handled it before."""
+
+    def __init__(self, handle: Any) -> None:
+        self.owners: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._handle = handle
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        for owner in list(self.owners):
+            owner.explain(error)
+        self._handle(kind, error, trace)
+
+
 def advise_when_uncaught(owner: Any) -> None:
     """Add `owner.explain(error)` to an error that ends the program: backward raises where no code of ours is around.
 
-    The owner is not kept alive by this, and whoever handles such errors already is asked next.
+    The owner is not kept alive by this, and however many there are, one hook serves them.
     """
-    reference, handle = weakref.ref(owner), sys.excepthook
-
-    def explained(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        engine = reference()
-        if engine is not None:
-            engine.explain(error)
-        handle(kind, error, trace)
-
-    sys.excepthook = explained
+    hook: Any = sys.excepthook
+    if not isinstance(hook, _Advice):
+        sys.excepthook = hook = _Advice(hook)
+    hook.owners.add(owner)

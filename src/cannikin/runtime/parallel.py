@@ -83,8 +83,6 @@ class HeteroDataParallel(DistributedDataParallel):
         device = next(module.parameters()).device
         ensure_process_group(device)
         super().__init__(module, **_buffer_options(module, ddp_kwargs))
-        if policy is None:
-            policy = os.environ.get("CANNIKIN_POLICY", "cannikin")
         self.engine = attach(
             self,
             optimizer,
@@ -110,6 +108,13 @@ class HeteroDataParallel(DistributedDataParallel):
         except Exception as error:
             self.engine.explain(error)
             raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuses to be copied or pickled: hooks, groups and a thread belong to this process and this model."""
+        raise InvalidInputError(
+            "a HeteroDataParallel can be neither copied nor pickled: copy model.module, as for an average of weights, "
+            "and save model.state_dict() and model.engine.state_dict()"
+        )
 
     @property
     def plan(self) -> Plan | None:

@@ -44,7 +44,7 @@ class InverseVariance:
         return variance.clamp_(min=_FLOOR * variance.mean()).clamp_(min=1e-30).reciprocal_()
 
     def _decay(self, parameter: torch.Tensor) -> float:
-        if not self._decays:
+        if id(parameter) not in self._decays:  # at first, and after add_param_group
             groups = self._optimizer.param_groups
             self._decays = {id(p): float(group["betas"][1]) for group in groups for p in group["params"]}
         return self._decays[id(parameter)]

@@ -47,11 +47,14 @@ class RateScaler:
         self.undo()
         if factor == 1.0:
             return
+        scaled: set[int] = set()  # groups may share one tensor: torch gives them its default as it is
         for group in optimizer.param_groups:
             rate = group["lr"]
             if isinstance(rate, torch.Tensor):
-                self._saved.append((group, rate.clone()))
-                rate.mul_(factor)
+                if id(rate) not in scaled:
+                    self._saved.append((group, rate.clone()))
+                    rate.mul_(factor)
+                    scaled.add(id(rate))
             else:
                 self._saved.append((group, rate))
                 group["lr"] = rate * factor

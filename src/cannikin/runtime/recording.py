@@ -92,6 +92,10 @@ class Recorder:
             self._write(EventRecord(step=changed_step, kind="changed_speed", text=text, data=data))
         self._write(plan_record(decision.plan, step, elapsed_ms=elapsed_ms))
 
+    def skip_changes(self, planner: Any) -> None:
+        """What the planner knows already, from a run that this one resumes, is no event of this run."""
+        self._num_changes = getattr(getattr(planner, "learner", None), "num_changes", 0)
+
     def _new_changes(self, planner: Any) -> list[tuple[int, int, float]]:
         learner = getattr(planner, "learner", None)
         if learner is None:

@@ -41,14 +41,14 @@ def by_progress(scheduler: Any, model: Any, unit: str = "step") -> ProgressSched
 
     Args:
         scheduler: counts steps or epochs at the initial batch, as it would without cannikin.
-        model: a HeteroDataParallel with its loader built, for `unit="epoch"`.
+        model: a HeteroDataParallel or the engine `attach` returned, with its loader built for `unit="epoch"`.
         unit: "step" or "epoch", what one `scheduler.step()` stands for.
     """
     if unit == "step":
         return ProgressScheduler(scheduler, model, 1.0)
     if unit != "epoch":
         raise InvalidInputError(f"unit={unit!r} is unknown: choose step or epoch")
-    coordinator = model.engine.coordinator
+    coordinator = getattr(model, "engine", model).coordinator
     if coordinator is None or coordinator.job.num_samples is None:
         raise InvalidInputError('unit="epoch" needs a HeteroDataLoader of known length: build the loader first')
     return ProgressScheduler(scheduler, model, coordinator.job.num_samples / coordinator.job.batch_size)

@@ -39,12 +39,22 @@ class StepInProgress:
     optimizer_start: Any = None
     optimizer_end: Any = None
     synced: bool = False  # the communication hook has run
+    part_size: int = 0  # samples of the largest part, where the batch is cut into micro-batches
     valid: bool = True
+
+    @property
+    def forward_size(self) -> int:
+        """Samples that went through the network at once, at most."""
+        return self.part_size or self.entry.local_batch
 
     def make_room(self, num_buckets: int) -> None:
         """Places for the moments and norms of this many buckets."""
         for places in (self.ready, self.done, self.local_sqnorms, self.global_sqnorms, self.previous_dots):
             places.extend([None] * (num_buckets - len(places)))
+
+    def has_bucket(self, index: int) -> bool:
+        """Whether this bucket's gradient has come already, which it does once a step."""
+        return index < len(self.ready) and self.ready[index] is not None
 
     def norms(self) -> list[list[torch.Tensor]]:
         """|g_i|^2, |g|^2 and g . g' with the step before, each by bucket and on its device; [] where not taken."""

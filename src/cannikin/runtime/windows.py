@@ -79,7 +79,7 @@ def encode_steps(
     records = [step.close(clock) for step in steps]
     gaps = [record.other_s for record in records if record.valid]
     usual = float(np.median(gaps)) if gaps else 0.0
-    num_buckets = max((len(step.ready) for step in steps), default=0)
+    num_buckets = max([1, *(len(step.ready) for step in steps)])  # 1 where gradients only piled up, under no_sync
     rows = np.full((len(steps), _HEAD + 2 * num_buckets), np.nan)
     for row, step, record, read in zip(rows, steps, records, norms.read().numpy(), strict=True):
         entry = step.entry

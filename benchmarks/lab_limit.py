@@ -1,0 +1,165 @@
+"""How near cannikin comes to the best split on CPU ranks of the lab: `python -m benchmarks lab_limit`.
+
+Three ranks of speed 1, 1/2 and 1/4, in three regimes. In each ours trains from an even start; then the step times of a
+grid of splits are measured in turns, and the best few again beside ours, LB-BSP's and plain DDP's. A second launch
+slows rank 0 to half in mid-run. Prints one table a regime, and keeps every figure as JSON lines under --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from cannikin.lab.cluster import LabCluster
+from cannikin.lab.hosts import Hosts
+
+SPEEDS = (1.0, 0.5, 0.25)
+TOTAL = 256
+CHANGE = 100  # step at which rank 0 becomes half as fast, in a launch of its own
+LIMIT = {"steps": 200, "passes": 34}
+SLOWED = {"steps": 160, "change": CHANGE, "passes": 20}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regime:
+    """Device times, gradient and link that make a regime; `local_gradient_kb` instead, where there are no links."""
+
+    sample_ms: float
+    fixed_ms: float = 5.0
+    gradient_kb: float
+    link: str | None = None
+    local_gradient_kb: float | None = None
+    host_ms: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+
+    @property
+    def lab_options(self) -> list[str]:
+        options = ["--ranks", ",".join(map(str, SPEEDS)), "--sample-ms", str(self.sample_ms)]
+        options += ["--fixed-ms", str(self.fixed_ms)]
+        return options if self.link is None else [*options, "--link", self.link]
+
+    @property
+    def words(self) -> str:
+        """The ranks, for people."""
+        link = "no link shaped, portable" if self.link is None else f"links of {self.link}, hosts"
+        hosts = f", hosts add {self.host_ms} ms before backward" if any(self.host_ms) else ""
+        return (
+            f"speeds {SPEEDS}, {self.sample_ms:g} ms a sample at speed 1 and {self.fixed_ms:g} ms a step{hosts}, "
+            f"gradient {self.gradient_kb:g} KiB, {link}"
+        )
+
+
+REGIMES = {
+    "compute-bound": Regime(sample_ms=0.375, gradient_kb=64),
+    "communication-bound": Regime(sample_ms=0.15, gradient_kb=512, link="100mbit", local_gradient_kb=8192),
+    # A rank whose host takes long has little backward left to hide the all-reduce behind.
+    "mixed": Regime(sample_ms=0.3, gradient_kb=512, link="160mbit", local_gradient_kb=8192, host_ms=[20.0, 0.0, 0.0]),
+}
+
+
+def without_links(regime: Regime) -> Regime:
+    """The regime where ranks cannot be set apart: a gradient so large that this machine's own all-reduce decides."""
+    if regime.link is None or regime.local_gradient_kb is None:
+        return regime
+    return replace(regime, link=None, gradient_kb=regime.local_gradient_kb)
+
+
+def launch(job: str, name: str, regime: Regime, out: Path, *, limit_s: float) -> int:
+    """Run one job on a regime's ranks."""
+    keywords = {"total": TOTAL, "gradient_kb": regime.gradient_kb, "host_ms": regime.host_ms}
+    keywords |= LIMIT if job == "limit" else SLOWED
+    slow = ["--slow", f"0:0.5@{CHANGE}"] if job == "slowed" else []
+    script = Path(__file__).with_name("lab_ranks.py")
+    about = json.dumps({"regime": name, "ranks": regime.words})
+    command = [sys.executable, "-m", "cannikin", "lab", *regime.lab_options, *slow, "--", str(script)]
+    command += ["--out", str(out), "--about", about, job, json.dumps(keywords)]
+    root = str(Path(__file__).parent.parent)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    try:
+        return subprocess.run(command, env=environment, timeout=limit_s, check=False).returncode
+    except subprocess.TimeoutExpired:
+        print(f"given up after {limit_s:.0f} s", file=sys.stderr)
+        return 124
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """What was measured, for people."""
+    forms = {"limit": _limit_table, "slowed": _slowed_table}
+    return "\n\n".join(forms[r["job"]](r) for r in results)
+
+
+def _limit_table(r: dict[str, Any]) -> str:
+    work = ", ".join(f"{share:.0%}" for share in r["work_share"])
+    moves, last_move = len(r["lb_bsp_changes"]), max([0, *r["lb_bsp_changes"]])
+    settled = f"settled at step {last_move}" if r["lb_bsp_settled"] else f"not settled after {r['lb_bsp_steps']} steps"
+    measured = f"{r['running_ms']:.1f} ms over the last {r['measured_steps']} steps"
+    return "\n".join(
+        [
+            f"{r['regime']}: {r['ranks']}; B={r['total']}",
+            f"  what binds each rank, as learned: {', '.join(r['bottlenecks'])}; real work: {work} of a step",
+            *_split_rows(r),
+            f"  ours: even start, new plans in force at steps {r['changes']}",
+            f"  predicted {r['predicted_ms']:.1f} ms, measured {measured}: {r['prediction_error_pct']:+.1f}%",
+            f"  LB-BSP (run for real): {settled}, after {moves} moves",
+        ]
+    )
+
+
+def _slowed_table(r: dict[str, Any]) -> str:
+    before, hit, after = (r[key] for key in ("before_ms", "hit_ms", "after_ms"))
+    return "\n".join(
+        [
+            f"{r['regime']}, rank 0 at half its speed from step {r['change']} on",
+            *_split_rows(r),
+            f"  new plans in force at steps {r['changes']}",
+            f"  within 5% of the new optimum {r['back_after']} steps after the change; running {before:.1f} ms before, "
+            f"{hit:.1f} ms in the first 5 steps after, {after:.1f} ms at the end",
+        ]
+    )
+
+
+def _split_rows(r: dict[str, Any]) -> list[str]:
+    """A row for each split that has a name or several, quickest first."""
+    names: dict[tuple[int, ...], list[str]] = {}
+    for name in sorted(r["splits"], key=lambda name: (r["split_ms"][name], name)):
+        names.setdefault(tuple(r["splits"][name]), []).append(name)
+    rows = [f"  {'local batches':<18} step, ms   medians of rounds  over best  (of {r['num_splits']} splits)"]
+    for batches, (name, *others) in names.items():
+        ms, rounds = r["split_ms"][name], r["round_ms"][name]
+        over, cell = ms / r["split_ms"]["best"], ", ".join(map(str, batches))
+        label = ", ".join([name, *others])
+        rows.append(f"  {cell:<18} {ms:8.2f}   {min(rounds):7.2f}..{max(rounds):7.2f}  {over:9.3f}  {label}")
+    return rows
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the regimes named, or all."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.lab_limit", description=__doc__)
+    parser.add_argument("regimes", nargs="*", default=[], metavar="REGIME", help=", ".join(REGIMES))
+    parser.add_argument("--job", choices=("limit", "slowed"), action="append", help="only this; both if left out")
+    parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "cannikin-lab-limit.jsonl")
+    parser.add_argument("--limit-s", type=float, default=300.0, help="seconds for each launch")
+    options = parser.parse_args([] if argv is None else argv)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.unlink(missing_ok=True)
+    missing = Hosts().missing(LabCluster(speeds=SPEEDS, sample_s=1e-3, link_bit_per_s=1e8))
+    if missing is not None:
+        print(f"lab_limit: no slow links here ({missing}): larger gradients instead", file=sys.stderr)
+    for name in options.regimes or REGIMES:
+        regime = REGIMES[name] if missing is None else without_links(REGIMES[name])
+        for job in options.job or ("limit", "slowed"):
+            status = launch(job, name, regime, options.out, limit_s=options.limit_s)
+            if status != 0:
+                print(f"{job} in the {name} regime ended with status {status}", file=sys.stderr)
+    lines = options.out.read_text().splitlines() if options.out.exists() else []
+    print(table([json.loads(line) for line in lines]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,256 @@
+"""What the ranks of `test_loops` run: loops that users write, and that once went wrong."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import torch
+from coordination_cases import SCRIPT, build
+from told import Warned, collecting_warnings
+from torch import nn
+from torch.utils.data import DataLoader
+from training_cases import Numbered, ScriptedPlanner, Step, TinyNet, make_model, one_epoch, take_step
+
+from cannikin.core.controller import Controller
+from cannikin.core.plans import make_plan, save_plan
+from cannikin.core.records import Job
+from cannikin.runtime.data import HeteroDataLoader
+from cannikin.runtime.engine import attach
+from cannikin.runtime.parallel import HeteroDataParallel
+from cannikin.runtime.sampler import HeteroBatchSampler
+from cannikin.runtime.schedule import by_progress
+
+PINNED = [4, 2]
+
+
+def state_at_a_larger_batch() -> dict[str, Any]:
+    """An engine's state, as saved once the noise scale was known and the total batch had doubled."""
+    controller = Controller(Job(num_ranks=2, batch_size=6, max_batch_size=24))
+    for _ in range(30):
+        controller.noise.update([3, 3], [5.0, 5.0], 3.0)
+    planner = controller.state_dict()
+    planner["plan"] = save_plan(make_plan(90, (8, 4), phase="optperf", reason="as saved"))
+    return {"version": 1, "progress": 100.0, "planner": planner}
+
+
+def resumed(rank: int, *, before_the_loader: bool) -> tuple[float, list[float], list[float]]:
+    """Gain at the first step, the optimizer's rate in each of three, and the weights in the end."""
+    model, optimizer = make_model(lr=0.01)
+    if before_the_loader:
+        model.engine.load_state_dict(state_at_a_larger_batch())
+    loader = HeteroDataLoader(Numbered(120), model=model, batch_size=6, max_batch_size=24)
+    if not before_the_loader:
+        model.engine.load_state_dict(state_at_a_larger_batch())
+    rates: list[float] = []
+    optimizer.register_step_pre_hook(lambda *_: rates.append(optimizer.param_groups[0]["lr"]))
+    gain = model.gain
+    for number, batch in enumerate(loader, start=1):
+        take_step(model, optimizer, batch)
+        if number == 3:
+            break
+    return gain, rates, torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+
+
+def long_accumulation(rank: int) -> int:
+    """Nine batches an optimizer step: whole windows go by without a synchronised backward."""
+    model, optimizer, loader = build(num_samples=216)
+    num_steps = 0
+    for number, (features, targets, _) in enumerate(loader, start=1):
+        if number % 9:
+            with model.no_sync():
+                nn.functional.mse_loss(model(features), targets).backward()
+            continue
+        nn.functional.mse_loss(model(features), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        num_steps += 1
+    return num_steps
+
+
+class TimeFirst(nn.Module):
+    """Takes its samples in dimension 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = TinyNet()
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return self.net(features.transpose(0, 1))
+
+
+def batch_of_the_users_own(rank: int) -> tuple[int, list[tuple[int, ...]]]:
+    """What the error about a first dimension advises: use_batch before forward, on a loader of ours."""
+    net = TimeFirst()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    model = HeteroDataParallel(net, optimizer, policy=ScriptedPlanner(SCRIPT))
+    loader = HeteroDataLoader(Numbered(240), model=model, batch_size=6)
+    matched = []
+    for features, targets, _ in loader:
+        model.use_batch(len(features), model.engine.plan_at(model.engine.next_step - 1).total_batch)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(features.transpose(0, 1)), targets).backward()
+        optimizer.step()
+        matched.append((len(features), model.engine.current_entry.local_batch))
+    return len(model.engine._queue), matched
+
+
+def evaluation_on_the_training_data(rank: int) -> tuple[int, list[Step]]:
+    """A whole pass without a training step, then an epoch of training."""
+    model, optimizer, loader = build(num_samples=240)
+    model.eval()
+    with torch.no_grad():
+        for features, _, _ in loader:
+            model(features)
+    model.train()
+    return len(model.engine._queue), one_epoch(model, optimizer, loader)
+
+
+def training_in_eval_mode(rank: int) -> list[float]:
+    """Of a network in eval mode, as to freeze BatchNorm; its gradient cannot be weighted."""
+    model, optimizer = make_model()
+    loader = HeteroDataLoader(Numbered(24), model=model, batch_size=6, local_batches=PINNED)
+    model.eval()
+    for batch in loader:
+        take_step(model, optimizer, batch)
+        break
+    return model.module.second.bias.grad.tolist()
+
+
+def gradient_in_eval_mode(rank: int) -> int:
+    """A look at a gradient in eval mode, without a step of the optimizer, is nobody's business."""
+    model, optimizer = make_model()
+    loader = HeteroDataLoader(Numbered(24), model=model, batch_size=6, local_batches=PINNED)
+    num_steps = 0
+    for batch in loader:
+        model.eval()
+        model(batch[0]).sum().backward()
+        model.train()
+        take_step(model, optimizer, batch)
+        num_steps += 1
+    return num_steps
+
+
+def optimizer_of_two_models(rank: int) -> tuple[float, float]:
+    """The user's rate before and after a few steps, where a model is wrapped twice."""
+    torch.manual_seed(0)
+    nets = [TinyNet(), TinyNet()]
+    optimizer = torch.optim.SGD([p for net in nets for p in net.parameters()], lr=0.01)
+    models = [HeteroDataParallel(net, optimizer, policy=ScriptedPlanner([(6, 6)]), lr_rule="linear") for net in nets]
+    loaders = [HeteroDataLoader(Numbered(60), model=model, batch_size=6) for model in models]
+    for one, other in zip(*loaders, strict=True):
+        optimizer.zero_grad()
+        for model, batch in zip(models, (one, other), strict=True):
+            nn.functional.mse_loss(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+    return 0.01, optimizer.param_groups[0]["lr"]
+
+
+def pinned_under_a_planner(rank: int) -> tuple[int, ...]:
+    model, _ = make_model(policy=ScriptedPlanner([(3, 3)]))
+    HeteroDataLoader(Numbered(24), model=model, batch_size=6, local_batches=PINNED)
+    return model.plan.local_batches
+
+
+def copied(rank: int) -> None:
+    """A deep copy, as for an average of weights."""
+    model, _, _ = build()
+    copy.deepcopy(model)
+
+
+def scaler_that_is_off(rank: int) -> float:
+    """`GradScaler(enabled=use_amp)`, and no AMP; the signal that was measured."""
+    model, optimizer = make_model(grad_scaler=torch.amp.GradScaler("cpu", enabled=False))
+    loader = HeteroDataLoader(Numbered(120), model=model, batch_size=6)
+    one_epoch(model, optimizer, loader)
+    return model.engine.coordinator.decision.noise_trace
+
+
+def largest_forward(rank: int) -> list[int]:
+    """What the memory gauge hears of batches of 4 and 2 in two parts each."""
+    model, optimizer = make_model()
+    loader = HeteroDataLoader(Numbered(24), model=model, batch_size=6, local_batches=PINNED)
+    heard: list[int] = []
+    model.engine._memory.end_step = heard.append
+    for batch in loader:
+        optimizer.zero_grad()
+        for features, targets, _ in model.micro_batches(batch, num_parts=2):
+            nn.functional.mse_loss(model(features), targets).backward()
+        optimizer.step()
+    return heard
+
+
+class Kept:
+    """An observer."""
+
+    def __init__(self) -> None:
+        self.records: list[Any] = []
+
+    def write(self, record: Any) -> None:
+        self.records.append(record)
+
+
+def changes_of_an_earlier_run(rank: int) -> list[str]:
+    """The texts of events in a run that resumes one in which a rank had become slower."""
+    state, observer = state_at_a_larger_batch(), Kept()
+    state["planner"]["learner"].update(changes=[[1000, 1, 2.0]], num_changes=1)
+    model, optimizer = make_model(observers=[observer])
+    model.engine.load_state_dict(state)
+    loader = HeteroDataLoader(Numbered(240), model=model, batch_size=6, max_batch_size=24)
+    one_epoch(model, optimizer, loader)
+    return [record.text for record in observer.records if hasattr(record, "text") and "times as long" in record.text]
+
+
+def item_sums_left_over(rank: int) -> list[bool]:
+    """Sums of items that a loop which looks ahead began and never used: are they all there once it has ended?"""
+    model, optimizer = make_model()
+    loader = HeteroDataLoader(Numbered(60), model=model, batch_size=6, item_count=lambda batch: float(len(batch[0])))
+    calls: list[int] = []
+    batches = iter(loader)
+    ahead = next(batches)
+    for _ in range(3):
+        batch, ahead = ahead, next(batches)
+        take_step(model, optimizer, batch)
+    sums = model.engine._state.item_sums
+    for step, wait_for_sum in list(sums.items()):
+        sums[step] = lambda step=step, wait_for_sum=wait_for_sum: (calls.append(step), wait_for_sum())[1]
+    left = list(sums)
+    batches.close()
+    return [step in calls for step in left]
+
+
+def attached_policy(rank: int) -> str:
+    """Under CANNIKIN_POLICY=even."""
+    net = nn.Linear(2, 2)
+    os.environ["CANNIKIN_POLICY"] = "even"
+    try:
+        engine = attach(nn.parallel.DistributedDataParallel(net), torch.optim.SGD(net.parameters(), lr=0.1))
+    finally:
+        del os.environ["CANNIKIN_POLICY"]
+    return str(engine.policy)
+
+
+def epochs_of_an_attached_model(rank: int) -> list[int]:
+    """The scheduler's own count after each of two epochs."""
+    net = TinyNet()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    ddp = nn.parallel.DistributedDataParallel(net)
+    engine = attach(ddp, optimizer)
+    data = Numbered(24)
+    loader = DataLoader(data, batch_sampler=HeteroBatchSampler(data, model=engine, batch_size=6))
+    scheduler = by_progress(torch.optim.lr_scheduler.StepLR(optimizer, 1), engine, unit="epoch")
+    counts = []
+    for _ in range(2):
+        for batch in loader:
+            take_step(ddp, optimizer, batch)
+            scheduler.step()
+        counts.append(scheduler.scheduler.last_epoch)
+    return counts
+
+
+def profiles_of_a_policy_without(rank: int, path: str) -> list[Warned]:
+    model, _ = make_model(policy="even", profiles=path)
+    with collecting_warnings() as warned:
+        HeteroDataLoader(Numbered(24), model=model, batch_size=6)
+    return warned

@@ -1,0 +1,182 @@
+"""Loops that users write: resumed, accumulating, evaluating on the training data, cutting batches themselves."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+
+import loop_cases as cases
+import pytest
+import torch
+from ranks import run_ranks
+from told import Raised, run_cases, values
+from torch import nn
+
+from cannikin.core.controller import window_steps
+from cannikin.errors import InvalidInputError
+from cannikin.runtime.memory import advise_when_uncaught
+from cannikin.runtime.precondition import InverseVariance
+from cannikin.runtime.rates import RateScaler
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+CASES = {
+    "resumed before the loader": partial(cases.resumed, before_the_loader=True),
+    "resumed after the loader": partial(cases.resumed, before_the_loader=False),
+    "long accumulation": cases.long_accumulation,
+    "own batch": cases.batch_of_the_users_own,
+    "evaluation": cases.evaluation_on_the_training_data,
+    "eval mode": cases.training_in_eval_mode,
+    "gradient in eval mode": cases.gradient_in_eval_mode,
+    "two models": cases.optimizer_of_two_models,
+    "pinned": cases.pinned_under_a_planner,
+    "copied": cases.copied,
+    "scaler off": cases.scaler_that_is_off,
+    "parts": cases.largest_forward,
+    "earlier changes": cases.changes_of_an_earlier_run,
+    "item sums": cases.item_sums_left_over,
+    "attached": cases.attached_policy,
+    "profiles": partial(cases.profiles_of_a_policy_without, path="profiles-of-nobody.json"),
+    "attached, by epochs": cases.epochs_of_an_attached_model,
+}
+
+
+@pytest.fixture(scope="module")
+def told():
+    """What every case said on both ranks, in one launch."""
+    return run_ranks(run_cases, 2, CASES, timeout_s=60)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_ranks_that_resume_at_a_larger_batch_take_the_same_steps(told, when):
+    one, other = values(told, f"resumed {when} the loader")
+    assert one == other
+    gain, rates, _ = one
+    assert gain > 1.2
+    assert rates == pytest.approx([0.01 * gain] * 3)
+
+
+def test_whole_windows_may_pass_without_a_synchronised_backward(told):
+    assert values(told, "long accumulation") == [3, 3]
+
+
+def test_use_batch_takes_the_place_of_what_the_loader_said_as_the_error_advises(told):
+    for num_left, matched in values(told, "own batch"):
+        assert num_left == 0
+        assert all(held == taken for held, taken in matched)
+        assert len({held for held, _ in matched}) > 2, "the plans changed meanwhile"
+
+
+def test_an_evaluation_on_the_training_data_leaves_no_batch_behind(told):
+    for num_waiting, steps in values(told, "evaluation"):
+        assert num_waiting == 40, "they wait until the next pass"
+        assert len({step.plan for step in steps}) > 2
+
+
+def test_training_in_eval_mode_is_refused_since_its_gradient_is_not_weighted(told):
+    for answers in told:
+        assert answers["eval mode"].kind == "BatchMatchError"
+        assert "model.train()" in answers["eval mode"].text
+    assert values(told, "gradient in eval mode") == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("two models", "new optimizer for each"),
+        ("pinned", r"\(3, 3\), outside of the loader's local_batches .* \[4, 2\]"),
+        ("copied", "copy model.module"),
+    ],
+)
+def test_what_would_go_wrong_in_silence_is_refused_on_every_rank(told, case, text):
+    for answers in told:
+        assert isinstance(answers[case], Raised)
+        with pytest.raises(InvalidInputError, match=text):
+            raise InvalidInputError(answers[case].text)
+
+
+def test_norms_are_taken_under_a_scaler_that_is_off(told):
+    one, other = values(told, "scaler off")
+    assert one == other
+    assert one == one, "a number"
+
+
+def test_memory_is_learned_from_what_goes_through_the_network_at_once(told):
+    assert values(told, "parts") == [[2] * 4, [1] * 4]
+
+
+def test_a_resumed_run_tells_nothing_that_happened_before_it(told):
+    (texts, nothing) = values(told, "earlier changes")
+    assert not [text for text in texts if "2.00 times" in text]
+    assert nothing == []
+
+
+def test_no_sum_of_items_is_under_way_once_the_iterator_has_ended(told):
+    assert values(told, "item sums") == [[True], [True]]
+
+
+def test_windows_are_short_after_a_change_and_not_before_its_step_number():
+    class Changed:
+        last_change = 1000
+
+    assert [window_steps(step, Changed()) for step in (10, 500, 1010, 1040)] == [5, 10, 5, 10]
+
+
+def test_however_many_models_there_are_one_excepthook_serves_them(monkeypatch):
+    class Owner:
+        def explain(self, error):
+            error.add_note("explained")
+
+    reached = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: reached.append(error.__notes__))
+    owners = [Owner() for _ in range(3000)]
+    for owner in owners:
+        advise_when_uncaught(owner)
+    del owners[1:], owner
+    sys.excepthook(ValueError, ValueError("out"), None)
+    assert reached == [["explained"]]
+
+
+def test_a_param_group_may_be_added_to_adam_later():
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(first.parameters())
+    variance = InverseVariance(optimizer)
+
+    def step():
+        for parameter in (*first.parameters(), *second.parameters()):
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        variance.count_step()
+
+    for _ in range(30):
+        step()
+    assert variance(list(first.parameters())) is not None
+    optimizer.add_param_group({"params": list(second.parameters()), "betas": (0.9, 0.9)})
+    step()
+    assert torch.allclose(variance(list(second.parameters())), torch.ones(6))
+
+
+def test_groups_that_share_one_tensor_as_their_rate_are_scaled_once_and_get_it_back():
+    nets = nn.Linear(2, 2), nn.Linear(2, 2)
+    groups = [{"params": list(net.parameters())} for net in nets]
+    optimizer = torch.optim.SGD(groups, lr=torch.tensor(0.5), foreach=False)
+    rates = RateScaler()
+    for _ in range(2):
+        rates.apply(optimizer, 2.0)
+        assert [float(group["lr"]) for group in optimizer.param_groups] == [1.0, 1.0]
+        rates.undo()
+        assert [float(group["lr"]) for group in optimizer.param_groups] == [0.5, 0.5]
+
+
+def test_the_environment_chooses_the_policy_of_an_attached_model_too(told):
+    assert values(told, "attached") == ["even", "even"]
+
+
+def test_a_schedule_of_epochs_follows_an_attached_model(told):
+    assert values(told, "attached, by epochs") == [[1, 2], [1, 2]]
+
+
+def test_profiles_under_a_policy_that_learns_none_are_ignored_with_a_word(told):
+    (warned,), others = values(told, "profiles")
+    assert "profiles= is ignored: policy 'even'" in warned.text
+    assert others == []
