@@ -1,9 +1,10 @@
 """What cannikin adds to a DDP step on CPU ranks: `python -m benchmarks.overhead`.
 
-Two ranks on gloo, one thread each. Raw DDP, a second raw DDP as control, and ours with an even plan take turns step by
-step, in random order within each round, on equal networks and the same batches. Reported are medians of paired
-differences within a round: whatever else the machine does falls on all three. The loader is not part of it. Norms are
-taken on every step of the first 60 and on one in four after that.
+Two ranks on gloo, one thread each. Raw DDP, a second raw DDP as control, DDP with torch's own `allreduce_hook` and ours
+with an even plan take turns step by step, in random order within each round, on equal networks and the same batches.
+torch's hook is what any hook in Python costs at least: DDP no longer folds the division into its copy of the gradient.
+Reported are medians of paired differences within a round: whatever else the machine does falls on all of them. The
+loader is not part of it. Norms are taken on every step of the first 60 and on one in four after that.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 
 ROUNDS = 300
 WARM_UP = 60
-KINDS = ("raw DDP", "second raw DDP", "cannikin")
+KINDS = ("raw DDP", "second raw DDP", "torch's hook", "cannikin")
 SHAPES = ((256, 2048), (512, 512), (1024, 112))  # width and local batch: about 50 ms a step each
 
 
@@ -42,6 +43,7 @@ def network(width: int):  # type: ignore[no-untyped-def]
 def _work(rank: int, world_size: int, store: str, width: int, local_batch: int, out: str) -> None:
     import torch
     import torch.distributed as dist
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
     from torch.nn.parallel import DistributedDataParallel
 
     from cannikin import HeteroDataParallel
@@ -55,6 +57,7 @@ def _work(rank: int, world_size: int, store: str, width: int, local_batch: int, 
         optimizers[kind] = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
         wrap = HeteroDataParallel(net, optimizers[kind], policy="even") if kind == "cannikin" else None
         models[kind] = wrap if wrap is not None else DistributedDataParallel(net)
+    models["torch's hook"].register_comm_hook(None, allreduce_hook)
     job = Job(num_ranks=world_size, batch_size=local_batch * world_size)
     models["cannikin"].engine.bind(_Batches(), job, {})
     batches = torch.randn(16, local_batch, 256)
@@ -97,15 +100,16 @@ def main() -> None:
         f"{ROUNDS} rounds in random order, 2 gloo ranks on CPU, one thread each; wanted: at most 3% beyond the control"
     )
     heading = f"{'parameters':>10} {'batch':>6} {'raw DDP':>10} | paired difference:"
-    print(f"{heading} {'control':>9} {'cannikin':>9} {'beyond':>8}")
+    print(f"{heading} {'control':>9} {'hook':>9} {'cannikin':>9} {'beyond':>8}")
     for width, local_batch in SHAPES:
         seconds = measure(width, local_batch)
         base = float(np.median(seconds[:, 0]))
-        control, ours = (float(np.median(seconds[:, k] - seconds[:, 0])) / base for k in (1, 2))
+        control, hook, ours = (float(np.median(seconds[:, k] - seconds[:, 0])) / base for k in (1, 2, 3))
         parameters = sum(p.numel() for p in network(width).parameters())
         print(
-            f"{parameters:10,} {local_batch:6d} {base * 1e3:7.2f} ms | {'':18} {control:9.2%} {ours:9.2%} "
-            f"{ours - max(control, 0.0):8.2%}"
+            f"{parameters:10,} {local_batch:6d} {base * 1e3:7.2f} ms | {'':18} {control:9.2%} {hook:9.2%} {ours:9.2%} "
+            f"{ours - max(control, 0.0):8.2%}",
+            flush=True,
         )
 
 
