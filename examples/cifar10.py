@@ -8,6 +8,7 @@ bytes, and every batch is cropped and flipped there, all of it at once.
 """
 
 import harness
+import numpy as np
 import readers
 import torch
 from torch import nn
@@ -18,12 +19,13 @@ settings = harness.settings(
     __doc__,
     epochs=30.0,  # passes at the initial batch that training is worth, whatever the batch grows to
     batch_size=256,  # B0: the total batch of all ranks at the start
-    max_batch_size=1024,  # and what it may grow to; 0 keeps it
+    max_batch_size=2048,  # and what it may grow to; 0 keeps it
     lr=0.2,  # at its peak, for B0; AdaScale does the rest
     warmup=6.0,  # passes until the peak
     momentum=0.9,
     weight_decay=5e-4,
     label_smoothing=0.1,
+    cutout=12,  # side of the square that is greyed out in every training image
     width=64,  # channels of the first stage; 64 is ResNet-18
     num_train=50_000,
     num_test=10_000,
@@ -37,9 +39,8 @@ device = harness.start(settings.seed)
 train, test = readers.cifar10(settings.data, num_train=settings.num_train, num_test=settings.num_test)
 labels, test_labels = (torch.tensor(part.labels, dtype=torch.long, device=device) for part in (train, test))
 test_images = torch.tensor(test.images, device=device)
-padded = nn.functional.pad(
-    torch.tensor(train.images, device=device), (0, 0, 4, 4, 4, 4)
-)  # 4 black pixels on every side
+sides = ((0, 0), (4, 4), (4, 4), (0, 0))
+padded = torch.tensor(np.pad(train.images, sides, mode="reflect"), device=device)
 mean = torch.tensor([125.307, 122.950, 113.865], device=device)
 std = torch.tensor([62.993, 62.089, 66.705], device=device)
 
@@ -57,6 +58,14 @@ def augmented(rows):
     return padded[rows[:, None, None], (top + across)[:, :, None], (left + mirrored)[:, None, :]]
 
 
+def cut_out(images):
+    """Grey, which is 0 once normalised, in a random square of each image."""
+    corner = torch.randint(0, 32, (2, len(images), 1), device=device) - settings.cutout // 2
+    offset = torch.arange(32, device=device) - corner
+    down, across = (offset >= 0) & (offset < settings.cutout)
+    return images.masked_fill(down[:, None, :, None] & across[:, None, None, :], 0.0)
+
+
 class Block(nn.Module):
     """Two 3x3 convolutions and a way around them."""
 
@@ -66,7 +75,6 @@ class Block(nn.Module):
         self.bn1 = nn.BatchNorm2d(outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(outputs)
-        nn.init.zeros_(self.bn2.weight)  # every block begins as the identity: high rates early on do no harm
         self.around = nn.Identity()
         if stride > 1 or inputs != outputs:
             conv = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
@@ -88,8 +96,13 @@ def resnet18(width):
 
 
 net = resnet18(settings.width).to(device, memory_format=torch.channels_last)
-groups = harness.decay_groups(net, settings.weight_decay)  # none on BatchNorm and biases
-optimizer = torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum, nesterov=True)
+optimizer = torch.optim.SGD(
+    net.parameters(),
+    lr=settings.lr,
+    momentum=settings.momentum,
+    weight_decay=settings.weight_decay,
+    nesterov=True,
+)
 # The rate follows the total batch by AdaScale's rule, because the optimizer is SGD (lr_rule).
 model = cannikin.HeteroDataParallel(net, optimizer, run_dir=settings.run_dir)
 loader = cannikin.HeteroDataLoader(
@@ -128,7 +141,7 @@ for _ in model.epochs(settings.epochs):
         rows = rows.to(device)
         optimizer.zero_grad()
         with autocast:
-            outputs = model(normalised(augmented(rows)))
+            outputs = model(cut_out(normalised(augmented(rows))))
             loss = nn.functional.cross_entropy(outputs, labels[rows], label_smoothing=settings.label_smoothing)
         loss.backward()
         optimizer.step()
