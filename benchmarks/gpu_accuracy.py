@@ -3,7 +3,8 @@
     python -m benchmarks.gpu_accuracy cifar10 --data DIR --out RESULTS --policies cannikin,even --seeds 0,1
 
 Every run goes on to the end of its schedule; the time to target is the training time, evaluation not counted, up to the
-first evaluation at or above it. Flags not known here are the example's. A run beyond --limit-s is given up, and the table says so.
+first evaluation at or above it. A run beyond --limit-s is given up, and the table says so. Flags that are not known
+here are the example's.
 """
 
 from __future__ import annotations

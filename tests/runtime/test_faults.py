@@ -9,8 +9,10 @@ import subprocess
 import sys
 import textwrap
 import time
+from functools import partial
 
 import pytest
+import torch
 import training_cases as cases
 from ranks import run_ranks, run_ranks_with_errors
 from training_cases import LoaderOf
@@ -182,8 +184,13 @@ def test_a_rank_that_fails_in_training_ends_the_others_with_a_message_within_the
 
 @pytest.mark.parametrize(
     ("bad", "value"),
-    [({9: (1,), 30: (0,)}, math.nan), ({9: (0, 1), 30: (0, 1)}, math.nan), ({9: (1,), 30: (0, 1)}, math.inf)],
-    ids=["NaN on one rank", "NaN on every rank", "infinity"],
+    [
+        ({9: (1,), 30: (0,)}, math.nan),
+        ({9: (0, 1), 30: (0, 1)}, math.nan),
+        ({9: (1,), 30: (0, 1)}, math.inf),
+        ({9: (1,), 70: (0,), 71: (1,), 72: (0, 1), 73: (1,)}, math.nan),
+    ],
+    ids=["NaN on one rank", "NaN on every rank", "infinity", "on steps whose norms are not taken"],
 )
 def test_a_gradient_that_is_not_finite_is_counted_and_does_not_poison_the_noise_scale(bad, value):
     reports = run_ranks(cases.train_with_bad_gradients, EVERY_RANK, bad, value)
@@ -195,6 +202,19 @@ def test_a_gradient_that_is_not_finite_is_counted_and_does_not_poison_the_noise_
     assert reports[0].num_steps > 20
     low, _ = reports[0].limits
     assert 0 < low < math.inf
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [torch.optim.SGD, torch.optim.AdamW, partial(torch.optim.AdamW, fused=True)],
+    ids=["SGD", "AdamW", "fused AdamW"],
+)
+def test_every_step_that_a_grad_scaler_leaves_out_is_counted(optimizer):
+    bad = {0: (0,), 9: (1,), 70: (0,), 71: (1,), 73: (0, 1)}
+    for report in run_ranks(cases.train_with_a_scaler, EVERY_RANK, bad, optimizer):
+        assert report.bad_steps_seen == sorted(bad)
+        assert report.num_nonfinite == len(bad)
+        assert math.isfinite(report.noise_scale)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -132,11 +132,13 @@ def fail_on_warnings() -> None:
     warnings.simplefilter("error", RuntimeWarning)
 
 
-def make_model(sample_s: float = 0.0, *, lr: float = 1e-3, **keywords: Any) -> tuple[HeteroDataParallel, Any]:
+def make_model(
+    sample_s: float = 0.0, *, lr: float = 1e-3, optimizer: Any = torch.optim.SGD, **keywords: Any
+) -> tuple[HeteroDataParallel, Any]:
     fail_on_warnings()
     torch.manual_seed(0)
     net = TinyNet(sample_s)
-    optimizer = torch.optim.SGD(net.parameters(), lr=lr)
+    optimizer = optimizer(net.parameters(), lr=lr)
     return HeteroDataParallel(net, optimizer, **keywords), optimizer
 
 
@@ -396,7 +398,7 @@ class NoiseReport:
 def train_with_bad_gradients(rank: int, world_size: int, bad: dict[int, tuple[int, ...]], value: float) -> NoiseReport:
     """Ranks `bad[step]` have a gradient full of `value` at that step; the script leaves such steps out, as many do."""
     model, optimizer = make_model()
-    loader = HeteroDataLoader(Numbered(360), model=model, batch_size=6)
+    loader = HeteroDataLoader(Numbered(600), model=model, batch_size=6)
     seen = []
     for number, (features, targets, _) in enumerate(loader):
         optimizer.zero_grad()
@@ -406,6 +408,29 @@ def train_with_bad_gradients(rank: int, world_size: int, bad: dict[int, tuple[in
             optimizer.step()
         else:
             seen.append(number)
+    return noise_report(rank, model, seen)
+
+
+def train_with_a_scaler(rank: int, world_size: int, bad: dict[int, tuple[int, ...]], optimizer: Any) -> NoiseReport:
+    """The same under a GradScaler, which leaves those steps out by itself and lowers its scale."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=7)
+    model, optimizer = make_model(grad_scaler=scaler, optimizer=optimizer)
+    loader = HeteroDataLoader(Numbered(600), model=model, batch_size=6)
+    seen = []
+    for number, (features, targets, _) in enumerate(loader):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(features), targets)
+        scaler.scale(loss * math.inf if rank in bad.get(number, ()) else loss).backward()
+        scale = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        if scaler.get_scale() < scale:
+            seen.append(number)
+    return noise_report(rank, model, seen)
+
+
+def noise_report(rank: int, model: HeteroDataParallel, seen: list[int]) -> NoiseReport:
+    """What the engine knows at the end; `seen` is what the script itself has seen."""
     coordinator = model.engine.coordinator
     noise = coordinator.planner.noise
     return NoiseReport(

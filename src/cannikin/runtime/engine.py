@@ -66,7 +66,7 @@ class Engine:
         self.lr_rule, self.lr_reason = choose_rule(lr_rule, optimizer, warmup_steps)
         self.has_batch_norm = has_batch_norm(ddp.module)
         self.coordinator: Coordinator | None = None
-        device = next(ddp.parameters()).device
+        self._device = device = next(ddp.parameters()).device
         self._ddp = ddp
         self._optimizer = optimizer
         if grad_scaler is not None and not grad_scaler.is_enabled():  # GradScaler(enabled=use_amp)
@@ -142,7 +142,7 @@ class Engine:
             raise InvalidInputError("this model has a loader already: give each model one HeteroDataLoader")
         self._check_optimizer()
         self._exchange.check_agreement({**settings, **self._settings(job)})
-        self._ranks = introduce(self._exchange, next(self._ddp.parameters()).device)
+        self._ranks = introduce(self._exchange, self._device)
         planner = self._make_planner(job)
         self.coordinator = Coordinator(
             self._exchange,
@@ -323,8 +323,9 @@ class Engine:
 
     def _take(self) -> StepInProgress:
         """Finish with the step before, keep the appointments between ranks, and begin the oldest step in the queue."""
-        entry, previous = self._queue.take(), self._state.step
+        entry, previous, scale = self._queue.take(), self._state.step, self._loss_scale()
         if previous is not None:
+            previous.next_scale = scale
             if previous.backward_began:
                 self._unsynced = 0 if previous.synced else self._unsynced + 1
             share_of(self._state, previous)  # so that no sum of items is left behind under no_sync
@@ -338,13 +339,20 @@ class Engine:
             or self._num_taken % _NORMS_EVERY == 0
             or self._state.previous is not None  # which must be that of the step before
         )
-        if self._grad_scaler is not None and step.take_norms:
-            scale = getattr(self._grad_scaler, "_scale", None)  # its public get_scale() would wait for the device
-            step.take_norms = scale is not None
-            step.loss_scale = None if scale is None else scale.clone()
+        step.loss_scale = scale
         self._memory.begin_step(entry.local_batch)
         self._state.step = step
         return step
+
+    def _loss_scale(self) -> torch.Tensor | None:
+        """What a GradScaler multiplies the next loss by, as it is now."""
+        if self._grad_scaler is None:
+            return None
+        scale = getattr(self._grad_scaler, "_scale", None)  # its public get_scale() would wait for the device
+        if scale is None:  # before the first loss, when get_scale() has nothing to wait for
+            return torch.full((), self._grad_scaler.get_scale(), device=self._device)
+        kept: torch.Tensor = scale.clone()
+        return kept
 
     def _keep_appointments(self, coordinator: Coordinator, entry: BatchEntry, previous: StepInProgress | None) -> None:
         if self._pass is not None:

@@ -30,12 +30,14 @@ class StepInProgress:
     accumulated: bool = False  # the buckets have gradients of earlier batches in them
     norm_scale: float = 1.0
     loss_scale: torch.Tensor | None = None  # what a GradScaler multiplies this step's loss by
+    next_scale: torch.Tensor | None = None  # and the next one's: smaller where this step's gradient was not finite
     take_norms: bool = True
     ready: list[Any] = field(default_factory=list)
     done: list[Any] = field(default_factory=list)
     local_sqnorms: list[torch.Tensor | None] = field(default_factory=list)  # bucket by bucket
     global_sqnorms: list[torch.Tensor | None] = field(default_factory=list)
     previous_dots: list[torch.Tensor | None] = field(default_factory=list)  # with the gradient of the step before
+    samples: list[torch.Tensor | None] = field(default_factory=list)  # of |g|, where norms are not taken
     optimizer_start: Any = None
     optimizer_end: Any = None
     synced: bool = False  # the communication hook has run
@@ -49,7 +51,8 @@ class StepInProgress:
 
     def make_room(self, num_buckets: int) -> None:
         """Places for the moments and norms of this many buckets."""
-        for places in (self.ready, self.done, self.local_sqnorms, self.global_sqnorms, self.previous_dots):
+        kinds = (self.local_sqnorms, self.global_sqnorms, self.previous_dots, self.samples)
+        for places in (self.ready, self.done, *kinds):
             places.extend([None] * (num_buckets - len(places)))
 
     def has_bucket(self, index: int) -> bool:
@@ -57,8 +60,8 @@ class StepInProgress:
         return index < len(self.ready) and self.ready[index] is not None
 
     def norms(self) -> list[list[torch.Tensor]]:
-        """|g_i|^2, |g|^2 and g . g' with the step before, each by bucket and on its device; [] where not taken."""
-        kinds = (self.local_sqnorms, self.global_sqnorms, self.previous_dots)
+        """|g_i|^2, |g|^2, g . g' with the step before and a sample, by bucket and on its device; [] where not taken."""
+        kinds = (self.local_sqnorms, self.global_sqnorms, self.previous_dots, self.samples)
         return [[part for part in parts if part is not None] if None not in parts else [] for parts in kinds]
 
     @property

@@ -22,6 +22,7 @@ __all__ = ["Report", "encode_steps", "merge_windows", "start_reading"]
 _TOP = 2  # numbers before the steps
 _HEAD = 9  # numbers of a step before its buckets
 _NORMS = 3  # of them, norms
+_READ = _NORMS + 1  # what is read of a step: these, and whether its gradient was found to be infinite otherwise
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,25 +43,31 @@ class Report:
 
 
 def start_reading(steps: list[StepInProgress]) -> HostCopy:
-    """Begin to copy the norms of these steps to the host, [S, 3], in a few kernels for all of them.
+    """Begin to copy the norms and the samples of these steps to the host, [S, 4], in a few kernels for all of them.
 
-    Where none was taken there is 0; a norm that is not a number is infinite.
+    Where none was taken there is 0; what is not a number is infinite. A GradScaler that lowers its scale after a step
+    has found an infinite gradient in it: the sample of such a step is infinite.
     """
     kinds = [kind for step in steps for kind in step.norms()]
     taken = [norm for kind in kinds for norm in kind]
-    if not taken:
-        return HostCopy(torch.zeros(len(steps), _NORMS))
-    dtype, device = taken[0].dtype, taken[0].device
-    num_buckets = max(len(kind) for kind in kinds)
+    scaled = [scale for step in steps for scale in (step.loss_scale, step.next_scale) if scale is not None]
+    if not taken and not scaled:
+        return HostCopy(torch.zeros(len(steps), _READ))
+    dtype = taken[0].dtype if taken else torch.float32
+    device = (taken or scaled)[0].device
+    num_buckets = max(1, *(len(kind) for kind in kinds))
     nothing = torch.zeros((), dtype=dtype, device=device)
     cells = [norm.to(dtype) for kind in kinds for norm in [*kind, *[nothing] * (num_buckets - len(kind))]]
-    norms = torch.stack(cells).view(len(steps), _NORMS, num_buckets).sum(-1).nan_to_num(torch.inf, torch.inf)
-    scales = [step.loss_scale for step in steps]
-    if any(scale is not None for scale in scales):
+    norms = torch.stack(cells).view(len(steps), _READ, num_buckets).sum(-1).nan_to_num(torch.inf, torch.inf).double()
+    if scaled:
         one = torch.ones((), device=device)
-        scale = torch.stack([one if scale is None else scale.view(()) for scale in scales])
-        norms = norms / scale.double().square().unsqueeze(-1)
-    return HostCopy(norms.double())
+        scale, after = (
+            torch.stack([one if scale is None else scale.view(()) for scale in scales]).double()
+            for scales in zip(*((step.loss_scale, step.next_scale) for step in steps), strict=True)
+        )
+        norms = norms / scale.square().unsqueeze(-1)
+        norms[:, _NORMS].masked_fill_(after < scale, torch.inf)
+    return HostCopy(norms)
 
 
 def encode_steps(
@@ -87,7 +94,9 @@ def encode_steps(
         # Totals are compared between ranks; a batch of the user's own (use_batch) is not ours to check.
         row[:3] = valid, entry.local_batch, entry.total_batch if entry.checked else 0
         row[3:6] = record.before_s + usual, record.load_s, max(0.0, record.other_s - usual)
-        row[6:_HEAD] = np.where([bool(kind) for kind in step.norms()], read, np.nan)
+        row[6:_HEAD] = np.where([bool(kind) for kind in step.norms()[:_NORMS]], read[:_NORMS], np.nan)
+        if np.isinf(read[_NORMS]):
+            row[7] = np.inf
         row[6] *= step.norm_scale
         if valid:
             row[_HEAD:] = [*record.ready_s, *record.done_s]
