@@ -67,8 +67,10 @@ def test_a_gain_of_five_per_cent_or_less_changes_nothing() -> None:
 
 
 def test_a_total_that_the_ranks_cannot_hold_is_never_chosen() -> None:
-    choice = choose_total(np.array([64, 128, 256]), np.array([0.1, 0.12, np.inf]), np.ones(3), 64)
+    choice = choose_total(np.array([64, 128, 256]), np.array([0.1, 0.16, np.inf]), np.ones(3), 64)
     assert choice.total_batch == 128
+    assert choice.totals == (64, 128, 256)
+    assert choice.goodputs == (640.0, 800.0, 0.0)
 
 
 def test_the_grid_is_whole_distinct_and_has_both_ends() -> None:

@@ -60,6 +60,38 @@ def test_every_policy_goes_on_from_its_saved_state(policy: str) -> None:
         second.observe(window)
 
 
+@pytest.mark.parametrize("policy", ["cannikin", "adaptdl", "paper"])
+def test_a_plan_that_compared_total_batches_says_which_and_what_they_give(policy: str) -> None:
+    job = Job(num_ranks=3, batch_size=96, max_batch_size=768, num_samples=96 * 100)
+    planner = make_planner(policy, job)
+    rng, plan, choices = np.random.default_rng(8), planner.plan(0), []
+    for k in range(40):
+        before = plan.total_batch
+        planner.observe(measure(CLUSTER, [plan] * 10, rng, first_step=10 * k, sqnorms=(1.0, 400.0)))
+        plan = planner.plan(10 * k + 10)
+        choices.append(planner.choice)
+        if planner.choice is None:
+            assert abs(plan.total_batch - before) <= 1, "but for the paper's rounding"
+            continue
+        totals, goodputs = planner.choice.totals, planner.choice.goodputs
+        assert len(totals) == len(goodputs) <= 51
+        best = totals[int(np.argmax(goodputs))]
+        assert any(abs(plan.total_batch - total) <= 1 for total in (before, best))
+    assert None in choices
+    assert any(choices)
+    if policy != "cannikin":
+        assert choices.count(None) > 20, "an epoch has three windows at least"
+
+
+@pytest.mark.parametrize("policy", ["cannikin", "adaptdl", "paper"])
+def test_where_the_total_is_fixed_nothing_is_compared(policy: str) -> None:
+    planner = make_planner(policy, Job(num_ranks=3, batch_size=96, num_samples=96 * 20))
+    training = Training(planner, np.random.default_rng(9))
+    for _ in range(10):
+        training.run(CLUSTER, 10, sqnorms=(1.0, 400.0))
+        assert planner.choice is None
+
+
 def test_even_never_changes() -> None:
     planner = make_planner("even", Job(num_ranks=3, batch_size=98))
     training = Training(planner, np.random.default_rng(3))

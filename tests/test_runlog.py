@@ -52,6 +52,7 @@ TIMELINE = Timeline(
     before_ms=(10.0, 12.0),
     ready_ms=((5.0, 20.0), (6.0, 23.0)),
     done_ms=((15.0, 30.0), (13.0, 28.0)),
+    bucket_bytes=(1_000, 2_000),
 )
 WINDOW = WindowRecord(
     first_step=10,
@@ -78,6 +79,8 @@ PLAN = PlanRecord(
     predicted_step_ms=38.5,
     phase="optperf",
     reason="rank 1 is slow",
+    candidate_totals=(64, 128, 256),
+    candidate_goodputs=(640.0, 700.5, None),
 )
 EVENT = EventRecord(
     step=20, kind="eval", text="größer, 'quoted'\nand broken", data={"accuracy": 0.5, "ok": True, "n": 3}
@@ -128,9 +131,11 @@ def test_a_run_directory_stands_for_the_log_in_it(written):
     assert read_runlog(written.parent).header == HEADER
 
 
-def test_timelines_can_be_left_out(written):
-    (window,) = read_runlog(written, timelines=False).windows
-    assert window == msgspec.structs.replace(WINDOW, timeline=None)
+def test_timelines_and_candidates_can_be_left_out(written):
+    run = read_runlog(written, details=False)
+    assert run.windows == (msgspec.structs.replace(WINDOW, timeline=None),)
+    assert run.plans == (msgspec.structs.replace(PLAN, candidate_totals=(), candidate_goodputs=()),)
+    assert (run.headers, run.events) == ((HEADER,), (EVENT,))
 
 
 reals = st.none() | st.floats()

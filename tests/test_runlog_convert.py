@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from cannikin.core.goodput import choose_total
 from cannikin.core.noise_tracker import NoiseTracker
 from cannikin.core.records import NO_MAX, Job, Plan, StepWindow
 from cannikin.errors import InvalidInputError
@@ -55,7 +56,7 @@ def random_window(seed: int, steps: int = 7, ranks: int = 3, buckets: int = 4) -
 @pytest.mark.parametrize("seed", range(20))
 def test_medians_are_those_of_the_valid_steps_with_the_usual_split(seed):
     window = random_window(seed)
-    record = window_record(window, loader_s=window.before_s / 2, other_s=window.before_s / 4)
+    record = window_record(window, loader_s=window.before_s / 2, other_s=window.before_s / 4, bucket_bytes=(1, 2, 3, 4))
     same = (window.local_batches == record.local_batches).all(axis=1)
     assert window.valid[same].sum() >= window.valid[~same].sum()
     for rank in range(window.num_ranks):
@@ -73,6 +74,7 @@ def test_medians_are_those_of_the_valid_steps_with_the_usual_split(seed):
         assert record.wait_ms[rank] >= 0
     assert (record.num_steps, record.total_batch) == (7, sum(record.local_batches))
     assert record.num_valid == (window.valid.all(axis=1) & same).sum()
+    assert record.timeline is None or record.timeline.bucket_bytes == (1, 2, 3, 4)
 
 
 def test_the_slowest_rank_waits_for_nobody_and_the_step_is_what_the_median_rank_saw():
@@ -129,6 +131,9 @@ def test_plans_jobs_and_noise_become_records():
     record = PlanRecord(step=11, first_step=14, **batches, predicted_step_ms=38.5, phase="x", reason="y")
     assert plan_record(known, 11) == record
     assert plan_record(dataclasses.replace(known, predicted_step_s=None), 11).predicted_step_ms is None
+    choice = choose_total(np.array([64, 128, 256]), np.array([0.1, 0.15, np.inf]), np.ones(3), 64)
+    compared = plan_record(known, 11, choice=choice)
+    assert (compared.candidate_totals, compared.candidate_goodputs) == ((64, 128, 256), (640.0, 853.3333, None))
     job = Job(num_ranks=2, batch_size=64, max_batch_size=512, max_local=(NO_MAX, 48), num_samples=50_000)
     assert job_info(job) == JobInfo(
         batch_size=64, max_batch_size=512, min_local=(1, 1), max_local=(None, 48), num_samples=50_000

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from cannikin.core.goodput import choose_total, total_grid
+from cannikin.core.goodput import TotalChoice, choose_total, total_grid
 from cannikin.core.noise_tracker import NoiseTracker
 from cannikin.core.noise_windows import observe_noise
 from cannikin.core.plans import (
@@ -46,6 +46,7 @@ class AdaptdlPlanner:
         self._samples = 0
         self._epoch = 0
         self._decided_epoch = 0
+        self.choice: TotalChoice | None = None  # among total batches, where the plan made last compared some
 
     def observe(self, window: StepWindow) -> None:
         """Add up compute and step times by total batch; the noise scale step by step."""
@@ -61,6 +62,7 @@ class AdaptdlPlanner:
 
     def plan(self, step: int) -> Plan:
         """At a new epoch the total with the best goodput, evenly split; else the plan in force."""
+        self.choice = None
         self._plan = within_bounds(self._plan, self.job, step)
         fixed = self.job.largest_total == self.job.batch_size
         if fixed or self._epoch == self._decided_epoch or not self._points or not self.noise.num_steps:
@@ -70,7 +72,8 @@ class AdaptdlPlanner:
         now = self._plan.total_batch
         grid = np.unique(np.append(total_grid(self.job.batch_size, self.job.largest_total), now))
         step_s = replica_times(self._fit(), grid / self.job.num_ranks)
-        choice = choose_total(grid, step_s, self.noise.efficiency(grid), now, threshold=0.0 if first else 0.05)
+        worth, threshold = self.noise.efficiency(grid), 0.0 if first else 0.05
+        self.choice = choice = choose_total(grid, step_s, worth, now, threshold=threshold)
         if choice.total_batch != now:
             batches = even_batches(self.job, choice.total_batch)
             predicted_s = float(step_s[grid == choice.total_batch][0])

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from cannikin.core.goodput import choose_total, total_grid
+from cannikin.core.goodput import TotalChoice, choose_total, total_grid
 from cannikin.core.learner import Learner, ModelFit
 from cannikin.core.noise_tracker import NoiseTracker
 from cannikin.core.noise_windows import observe_noise
@@ -68,6 +68,7 @@ class Controller:
         self._model: ModelFit | None = None  # of the last window, until a plan has been made of it
         self._in_force = False  # whether a step under the plan made last has been observed
         self._news: list[str] = []
+        self.choice: TotalChoice | None = None  # among total batches, where the plan made last compared some
 
     def observe(self, window: StepWindow) -> None:
         """Learn every rank's speed, the communication times and the noise scale from one window."""
@@ -118,6 +119,7 @@ class Controller:
         """The plan from `step` on; without a new window, the one that is in force."""
         if self._model is not None:
             model, self._model = self._model, None
+            self.choice = None
             self._current = self._decide(step, model)
             self._news = []
         return self._current
@@ -204,7 +206,7 @@ class Controller:
             return now, [f"noise scale not known yet ({self.noise.num_steps} of {_NOISE_STEPS} steps)"]
         grid = total_grid(self.job.batch_size, self.job.largest_total)
         grid = np.unique(np.append(grid[grid <= _GROWTH * now], now))
-        choice = choose_total(grid, solver.step_times(grid), self.noise.efficiency(grid), now)
+        self.choice = choice = choose_total(grid, solver.step_times(grid), self.noise.efficiency(grid), now)
         biased = " (biased: one rank compares consecutive steps)" if "biased" in self.noise.flags else ""
         return choice.total_batch, [f"{choice.reason}, noise scale {self.noise.noise_scale:.0f}{biased}"]
 

@@ -21,11 +21,16 @@ __all__ = ["TotalChoice", "choose_total", "efficiency", "total_grid"]
 
 @dataclass(frozen=True, kw_only=True)
 class TotalChoice:
-    """The total batch to train with next, its goodput over that of the present one, and why."""
+    """The total batch to train with next, its goodput over that of the present one, and why.
+
+    `totals` are the candidates and `goodputs` what each gives, in samples at B0 a second; 0 where ranks cannot hold it.
+    """
 
     total_batch: int
     gain: float
     reason: str
+    totals: tuple[int, ...]
+    goodputs: tuple[float, ...]
 
 
 def efficiency(
@@ -83,16 +88,15 @@ def choose_total(
     goodput = totals / step_s * worth
     best = int(goodput.argmax())
     now = goodput[totals == current_total][0]
-    gain = float(goodput[best] / now) if now > 0 else np.inf
+    chosen, gain = int(totals[best]), float(goodput[best] / now) if now > 0 else np.inf
+    reason = f"total batch {current_total} -> {chosen}: goodput {gain - 1:+.0%}"
     if gain <= 1 + threshold:
-        return TotalChoice(
-            total_batch=current_total,
-            gain=1.0,
-            reason=f"total batch stays {current_total}: {int(totals[best])} would gain {gain - 1:.1%}, "
-            f"not more than {threshold:.0%}",
-        )
+        reason = f"total batch stays {current_total}: {chosen} would gain {gain - 1:.1%}, not more than {threshold:.0%}"
+        chosen, gain = current_total, 1.0
     return TotalChoice(
-        total_batch=int(totals[best]),
+        total_batch=chosen,
         gain=gain,
-        reason=f"total batch {current_total} -> {int(totals[best])}: goodput {gain - 1:+.0%}",
+        reason=reason,
+        totals=tuple(totals.tolist()),
+        goodputs=tuple(goodput.tolist()),
     )

@@ -17,7 +17,7 @@ import numpy as np
 
 from cannikin.core.algorithm1 import algorithm1, round_batches
 from cannikin.core.fit import pooled_gammas
-from cannikin.core.goodput import choose_total, efficiency, total_grid
+from cannikin.core.goodput import TotalChoice, choose_total, efficiency, total_grid
 from cannikin.core.noise import noise_scale
 from cannikin.core.perf import Cluster, Curve
 from cannikin.core.plans import (
@@ -67,6 +67,7 @@ class PaperPlanner:
         self._epoch = 0
         self._num_plans = 0  # made at the ends of epochs; a short epoch may pass within one window
         self._due = False
+        self.choice: TotalChoice | None = None  # among total batches, where the plan made last compared some
 
     def observe(self, window: StepWindow) -> None:
         """Add up this epoch's times, and the noise scale step by step."""
@@ -88,6 +89,7 @@ class PaperPlanner:
 
     def plan(self, step: int) -> Plan:
         """A new plan at the start of an epoch, else the one in force."""
+        self.choice = None
         self._plan = within_bounds(self._plan, self.job, step)
         if self._due:
             self._due = False
@@ -178,7 +180,7 @@ class PaperPlanner:
         step_s = np.array([algorithm1(cluster, int(total)).step_s for total in grid])
         _, trace, signal = self._noise / self._noise[0]
         worth = efficiency(grid, initial_batch=self.job.batch_size, noise_trace=trace, signal_sqnorm=signal)
-        choice = choose_total(grid, step_s, worth, now)
+        self.choice = choice = choose_total(grid, step_s, worth, now)
         return choice.total_batch, f"; {choice.reason}"
 
     def _repaired(self, batches: FloatArray, total: int) -> FloatArray:

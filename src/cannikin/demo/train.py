@@ -63,6 +63,7 @@ class Run:
                     if self._is_done():
                         break
                 began = time.perf_counter()
+        self.model.engine.close()  # other policies follow in this process
         return self._result()
 
     def _is_done(self) -> bool:
@@ -90,6 +91,7 @@ class Run:
         dist.broadcast(score, 0)
         self.accuracy = float(score)
         self.curve.append((round(self.seconds, 3), self.samples, round(self.accuracy, 4)))
+        self.model.log(accuracy=self.accuracy, train_s=round(self.seconds, 3), samples=self.samples)
         plan = self.model.plan
         if dist.get_rank() == 0 and plan is not None:
             line = {"kind": "progress", "policy": self.policy, "accuracy": self.accuracy, "seconds": self.seconds}

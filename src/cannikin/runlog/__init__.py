@@ -25,6 +25,7 @@ last ones.
 from __future__ import annotations
 
 from cannikin.runlog.convert import job_info, noise_record, plan_record, replay_window, window_record
+from cannikin.runlog.decisions import Decisions
 from cannikin.runlog.reader import RunLog, RunLogReader, read_runlog
 from cannikin.runlog.records import (
     FORMAT,
@@ -48,6 +49,7 @@ __all__ = [
     "FORMAT",
     "RUNLOG_NAME",
     "VERSION",
+    "Decisions",
     "EventRecord",
     "Header",
     "JobInfo",

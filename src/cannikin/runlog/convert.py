@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from cannikin.core.goodput import TotalChoice
 from cannikin.core.noise_tracker import NoiseTracker
 from cannikin.core.records import NO_MAX, BoolArray, FloatArray, Job, Plan, StepWindow
 from cannikin.errors import InvalidInputError
@@ -37,8 +38,10 @@ def job_info(job: Job) -> JobInfo:
     )
 
 
-def plan_record(plan: Plan, step: int, *, elapsed_ms: float | None = None) -> PlanRecord:
-    """A plan that was decided at `step`.
+def plan_record(
+    plan: Plan, step: int, *, choice: TotalChoice | None = None, elapsed_ms: float | None = None
+) -> PlanRecord:
+    """A plan that was decided at `step`, after this choice among total batches if there was one.
 
     Example:
         >>> plan = Plan(first_step=14, total_batch=32, local_batches=(24, 8), micro_batches=(1, 1),
@@ -57,6 +60,8 @@ def plan_record(plan: Plan, step: int, *, elapsed_ms: float | None = None) -> Pl
         phase=plan.phase,
         reason=plan.reason,
         elapsed_ms=elapsed_ms,
+        candidate_totals=() if choice is None else choice.totals,
+        candidate_goodputs=() if choice is None else tuple(map(_goodput, choice.goodputs)),
     )
 
 
@@ -91,6 +96,7 @@ def window_record(
     lr_factor: float | None = None,
     num_skipped: int = 0,
     elapsed_ms: float | None = None,
+    bucket_bytes: tuple[int, ...] = (),
 ) -> WindowRecord:
     """A window as medians over its steps, and the full timeline of the step whose duration is the median one.
 
@@ -103,6 +109,7 @@ def window_record(
         window: what was measured, at least one step.
         loader_s, other_s: waiting for data, and the user's own work between steps, [S, n].
         noise, progress, lr_factor, num_skipped, elapsed_ms: as in `WindowRecord`.
+        bucket_bytes: as in `Timeline`.
 
     Example:
         >>> window = StepWindow(
@@ -136,7 +143,7 @@ def window_record(
         lr_factor=_finite(lr_factor),
         num_skipped=num_skipped,
         noise=noise,
-        timeline=_timeline(window, np.where(counted.all(axis=1), step_s, np.inf)),
+        timeline=_timeline(window, np.where(counted.all(axis=1), step_s, np.inf), bucket_bytes),
         other_ms=() if other_s is None else _row_ms(_means(other_s, window.valid)),
         **{name: _row_ms(_medians(values, counted)) for name, values in columns.items()},
     )
@@ -205,7 +212,7 @@ def _means(values: FloatArray, counted: BoolArray) -> FloatArray:
     return means
 
 
-def _timeline(window: StepWindow, step_s: FloatArray) -> Timeline | None:
+def _timeline(window: StepWindow, step_s: FloatArray, bucket_bytes: tuple[int, ...]) -> Timeline | None:
     """The step in the middle by duration; infinite durations are steps that may not be taken."""
     num = int(np.isfinite(step_s).sum())
     if not num:
@@ -215,17 +222,30 @@ def _timeline(window: StepWindow, step_s: FloatArray) -> Timeline | None:
         step=window.first_step + s,
         local_batches=tuple(window.local_batches[s].tolist()),
         before_ms=_row_ms(window.before_s[s]),
-        ready_ms=tuple(_row_ms(row) for row in window.ready_s[s]),
-        done_ms=tuple(_row_ms(row) for row in window.done_s[s]),
+        ready_ms=_rows_ms(window.ready_s[s]),
+        done_ms=_rows_ms(window.done_s[s]),
+        bucket_bytes=bucket_bytes,
     )
 
 
 def _row_ms(times_s: FloatArray) -> Reals:
-    return tuple(map(_finite, np.round(times_s * 1000, _DECIMALS).tolist()))
+    return _rows_ms(times_s[None])[0]
+
+
+def _rows_ms(times_s: FloatArray) -> tuple[Reals, ...]:
+    times = np.round(times_s * 1000, _DECIMALS)
+    rows = times.tolist()
+    if not np.isfinite(times).all():
+        rows = [[_finite(time_ms) for time_ms in row] for row in rows]
+    return tuple(map(tuple, rows))
 
 
 def _ms(time_s: float) -> Real:
     return _finite(round(float(time_s) * 1000, _DECIMALS))
+
+
+def _goodput(samples_per_s: float) -> Real:
+    return _finite(round(samples_per_s, _DECIMALS)) if samples_per_s > 0 else None
 
 
 def _finite(value: Any) -> Real:

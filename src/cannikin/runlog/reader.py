@@ -48,7 +48,8 @@ class RunLog:
     """A run log as far as it has been written, each kind of record in the order of the file.
 
     `headers` has one entry, and one more for each resume. `num_unknown` lines are of types this version does not know,
-    `num_unreadable` ones are damaged; `truncated` says that the log ends inside a line.
+    `num_unreadable` ones are damaged; `truncated` says that the log ends inside a line. `ended` says that the run ended
+    as it should: else it was broken off, or goes on.
     """
 
     headers: tuple[Header, ...]
@@ -58,6 +59,7 @@ class RunLog:
     num_unknown: int
     num_unreadable: int
     truncated: bool
+    ended: bool
 
     @property
     def header(self) -> Header:
@@ -207,12 +209,13 @@ def _foreign(path: str | os.PathLike[str]) -> str:
     return f"{os.fspath(path)}: is not a run log: its first line is not the header of one"
 
 
-def read_runlog(path: str | os.PathLike[str], *, timelines: bool = True) -> RunLog:
+def read_runlog(path: str | os.PathLike[str], *, details: bool = True) -> RunLog:
     """A whole log, finished, broken off or still being written.
 
     Args:
         path: a log, or a run directory that holds one.
-        timelines: whether windows keep their timelines, which are most of a long log's memory.
+        details: whether windows keep their timelines and plans their candidates, which are most of a long log's
+            memory; `RunLogReader.records` gives them one by one.
 
     Raises:
         RunLogError: the file is missing, is no run log, has no header yet, or has another version of the format.
@@ -232,7 +235,7 @@ def read_runlog(path: str | os.PathLike[str], *, timelines: bool = True) -> RunL
         ('even', {'epoch': 1}, 3, True)
     """
     with RunLogReader(path) as reader:
-        records = [record if timelines else _without_timeline(record) for record in reader.records()]
+        records = [record if details else _without_details(record) for record in reader.records()]
     if not records:
         raise RunLogError(f"{reader.path}: has no header yet: the run has only just begun, or ended at once")
     return RunLog(
@@ -243,8 +246,22 @@ def read_runlog(path: str | os.PathLike[str], *, timelines: bool = True) -> RunL
         num_unknown=reader.num_unknown,
         num_unreadable=reader.num_unreadable,
         truncated=reader.truncated,
+        ended=_says_end(records),
     )
 
 
-def _without_timeline(record: Record) -> Record:
-    return msgspec.structs.replace(record, timeline=None) if isinstance(record, WindowRecord) else record
+def _says_end(records: list[Record]) -> bool:
+    """Whether an event "end" follows the last header."""
+    for record in reversed(records):
+        if isinstance(record, Header) or (isinstance(record, EventRecord) and record.kind == "end"):
+            return not isinstance(record, Header)
+    return False
+
+
+def _without_details(record: Record) -> Record:
+    match record:
+        case WindowRecord():
+            return msgspec.structs.replace(record, timeline=None)
+        case PlanRecord():
+            return msgspec.structs.replace(record, candidate_totals=(), candidate_goodputs=())
+    return record

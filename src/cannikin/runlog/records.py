@@ -56,7 +56,10 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What is trained; `bucket_bytes` has one entry a gradient bucket, in the order they are reduced."""
+    """What is trained; `bucket_bytes` has one entry a gradient bucket, in the order they are reduced.
+
+    A real run's buckets are not known before it has begun: `Timeline.bucket_bytes` has them.
+    """
 
     name: str = ""
     num_parameters: int | None = None
@@ -111,6 +114,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
         before_ms: a_i, optimizer step and forward, [n].
         ready_ms, done_ms: moments each bucket was ready and its all-reduce done, after the rank's own start of
             backward, [n][J]. Ranks' clocks differ: line them up by the end of the last all-reduce.
+        bucket_bytes: what each bucket's all-reduce carries, [J]; () where not known, or as the header says.
     """
 
     step: int
@@ -118,6 +122,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     before_ms: Reals
     ready_ms: tuple[Reals, ...]
     done_ms: tuple[Reals, ...]
+    bucket_bytes: tuple[int, ...] = ()
 
 
 class WindowRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="window"):
@@ -161,7 +166,12 @@ class WindowRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
 
 
 class PlanRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="plan"):
-    """A plan: decided at `step`, in force from `first_step`; `predicted_step_ms` is None while no model is known."""
+    """A plan: decided at `step`, in force from `first_step`; `predicted_step_ms` is None while no model is known.
+
+    `candidate_totals` are the total batches that the planner compared at this plan, increasing, the one before among
+    them, and `candidate_goodputs` what each would give, in samples at the initial batch a second; None where the ranks
+    cannot hold it. Both are empty where the total is fixed or nothing was compared.
+    """
 
     step: int
     first_step: int
@@ -172,6 +182,8 @@ class PlanRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", ta
     phase: str
     reason: str
     elapsed_ms: Real = None
+    candidate_totals: tuple[int, ...] = ()
+    candidate_goodputs: Reals = ()
 
 
 class EventRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="event"):
@@ -183,9 +195,10 @@ class EventRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", t
         nonfinite       a gradient was not finite               data: rank, count
         oom             a rank ran out of memory                data: rank, local_batch
         resume          the run goes on from a saved state      data: world_size
-        epoch           an epoch began                          data: epoch
+        epoch           a pass over the data began              data: epoch, position (samples of it already seen),
+                                                                goal (passes of progress asked for), if known
         eval            the user evaluated the model            data: metrics by name
-        end             the run ended as it should
+        end             the run ended as it should, which a run that was killed or raised never says
         note            anything else
     """
 

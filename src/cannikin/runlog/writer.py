@@ -98,7 +98,8 @@ class RunLogWriter:
         events: list[Record] = [event]
         if isinstance(event, Header) and self._resumes and not self._begun:
             text = f"resumed at step {event.first_step} on {event.world_size} ranks"
-            events.append(EventRecord(step=event.first_step, kind="resume", text=text, data=_resume_data(event)))
+            data: dict[str, Any] = {"world_size": event.world_size, "started": event.started}
+            events.append(EventRecord(step=event.first_step, kind="resume", text=text, data=data, elapsed_ms=0.0))
         try:
             lines = b"".join(self._encoder.encode(record) + b"\n" for record in events)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -161,10 +162,6 @@ def _head(file: int) -> bytes:
         if not head.startswith(_BEGINNING[: len(head)]):
             break
     return head
-
-
-def _resume_data(header: Header) -> dict[str, bool | int | float | str | None]:
-    return {"world_size": header.world_size, "started": header.started}
 
 
 def _plain(value: Any) -> Any:

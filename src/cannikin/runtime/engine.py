@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,10 @@ from typing import Any
 import torch
 
 from cannikin.core.lr import lr_factor
-from cannikin.core.planners import make_planner
 from cannikin.core.records import Job, Plan, Planner
 from cannikin.errors import BatchMatchError, InvalidInputError, StateError
 from cannikin.runlog import Observer, RankInfo
+from cannikin.runtime.binding import check_owner, planner_for, policy_name, settings_of
 from cannikin.runtime.buffers import RunningStatistics
 from cannikin.runtime.coordinator import Coordinator
 from cannikin.runtime.cutting import whole_number
@@ -31,7 +32,7 @@ from cannikin.runtime.precondition import InverseVariance, is_adam
 from cannikin.runtime.profiles import ProfileStore, introduce, model_key
 from cannikin.runtime.progress import Progress
 from cannikin.runtime.rates import RateScaler, choose_rule
-from cannikin.runtime.recording import Recorder
+from cannikin.runtime.recording import Recorder, check_metrics, end_unless_broken
 from cannikin.runtime.step import StepInProgress
 from cannikin.runtime.timing import make_clock
 from cannikin.runtime.weighting import choose_weighting, has_batch_norm, mark_outputs, weigh
@@ -66,6 +67,7 @@ class Engine:
         self.lr_rule, self.lr_reason = choose_rule(lr_rule, optimizer, warmup_steps)
         self.has_batch_norm = has_batch_norm(ddp.module)
         self.coordinator: Coordinator | None = None
+        self.goal: float | None = None  # passes of progress that the loop has asked for (`epochs`)
         self._device = device = next(ddp.parameters()).device
         self._ddp = ddp
         self._optimizer = optimizer
@@ -96,6 +98,7 @@ class Engine:
         self._num_taken = 0
         self._first_valid = 2 if ddp.static_graph else 1  # DDP rebuilds its buckets after the first steps
         self._register(ddp, optimizer, comm_wrapper)
+        weakref.finalize(self, end_unless_broken, self._recorder, self._queue)
         advise_when_uncaught(self)
 
     def _register(self, ddp: Any, optimizer: torch.optim.Optimizer, comm_wrapper: Any) -> None:
@@ -140,10 +143,21 @@ class Engine:
         """Take this loader as the source of batches, after checking that all ranks agree on it."""
         if self.coordinator is not None:
             raise InvalidInputError("this model has a loader already: give each model one HeteroDataLoader")
-        self._check_optimizer()
-        self._exchange.check_agreement({**settings, **self._settings(job)})
+        check_owner(self._optimizer, self)
+        policy = policy_name(self.policy)
+        choices = {"policy": policy, "weighting": self.weighting, "lr_rule": self.lr_rule}
+        agreed = settings_of(job, **choices, warmup_steps=self._warmup_steps)
+        self._exchange.check_agreement({**settings, **agreed})
         self._ranks = introduce(self._exchange, self._device)
-        planner = self._make_planner(job)
+        planner = planner_for(
+            self.policy,
+            job,
+            batch_norm=self.has_batch_norm,
+            restored=self._restored,
+            store=self._store if self.rank == 0 else None,
+            ranks=self._ranks,
+        )
+        self._recorder.skip_changes(planner)
         self.coordinator = Coordinator(
             self._exchange,
             self._clock,
@@ -157,62 +171,20 @@ class Engine:
         if self.world_size == 1 and job.largest_total > job.batch_size:
             self._state.previous = {}
         self._item_count = source.item_count
-        self._recorder.begin(job, self._policy_name, self._ddp.module, self._ranks)
-
-    @property
-    def _policy_name(self) -> str:
-        return self.policy if isinstance(self.policy, str) else type(self.policy).__name__
-
-    def _settings(self, job: Job) -> dict[str, Any]:
-        """What ranks must agree on beside the loader's own settings."""
-        low, high = job.bounds
-        return {
-            "policy": self._policy_name,
-            "weighting": self.weighting,
-            "lr_rule": self.lr_rule,
-            "warmup_steps": self._warmup_steps,
-            "batch_size": job.batch_size,
-            "max_batch_size": job.max_batch_size or 0,
-            "local_bounds": [low.tolist(), high.tolist()],
-            "num_samples": job.num_samples or 0,
-        }
-
-    def _make_planner(self, job: Job) -> Any:
-        """The planner, with what a saved state or, on rank 0, stored profiles know."""
-        planner: Any = self.policy
-        if isinstance(self.policy, str):
-            planner = make_planner(self.policy, job, batch_norm=self.has_batch_norm)
-        stored = self._store if self.rank == 0 else None
-        if stored is not None and not hasattr(planner, "profiles"):
-            text = f"profiles= is ignored: policy {self._policy_name!r} learns no profiles"
-            warnings.warn(text, RuntimeWarning, stacklevel=5)
-        if self._restored is not None:
-            planner.load_state_dict(self._restored)
-            self._recorder.skip_changes(planner)
-        elif stored is not None and hasattr(planner, "start_from"):
-            self._start_from_profiles(planner, stored)
-        return planner
-
-    def _check_optimizer(self) -> None:
-        """Refuse an optimizer whose rates another model scales already: both would, and neither could undo it."""
-        hooks = getattr(self._optimizer, "_optimizer_step_pre_hooks", {}).values()
-        owners = [owner for hook in hooks if isinstance(owner := getattr(hook, "__self__", None), Engine)]
-        if any(owner is not self and owner.coordinator is not None for owner in owners):
-            raise InvalidInputError(
-                "the optimizer belongs to another model with a loader, or to an earlier wrapper of this one: make a "
-                "new optimizer for each HeteroDataParallel"
-            )
-
-    def _start_from_profiles(self, planner: Any, store: ProfileStore) -> None:
-        try:
-            planner.start_from(store.load([rank.device for rank in self._ranks]))
-        except StateError as error:  # not worth a run: the ranks are learned afresh
-            warnings.warn(f"stored profiles are left out: {error}", RuntimeWarning, stacklevel=5)
+        self._recorder.begin(job, policy, self._ddp.module, self._ranks)
 
     def _decided(self, decision: Decision, report: Report | None) -> None:
         if report is not None:
-            planner = self._bound.planner
-            self._recorder.decided(decision, report, planner, progress=self.progress, lr_factor=self.lr_scale)
+            job, buckets = self._bound.job, tuple(self._state.bucket_bytes)
+            passes = None if job.num_samples is None else self.progress * job.batch_size / job.num_samples
+            self._recorder.decided(
+                self._bound.planner,
+                report,
+                decision.plan,
+                progress=passes,
+                lr_factor=self.lr_scale,
+                bucket_bytes=buckets,
+            )
 
     def refuse(self, error: Exception) -> None:
         """This rank cannot build its loader: tell the others, which wait in `bind`."""
@@ -240,6 +212,8 @@ class Engine:
         for entry in self._queue.begin_pass():
             self._state.item_sums.pop(entry.step, None)
         self._pass = {"epoch": epoch, "position": position, "step": self.next_step}
+        goal = {} if self.goal is None else {"goal": self.goal}
+        self._recorder.event(self.next_step, "epoch", {"epoch": epoch, "position": position, **goal})
 
     def complete_epoch(self) -> None:
         """Every batch was handed out: BatchNorm's statistics become the same on all ranks, for the evaluation."""
@@ -453,6 +427,19 @@ class Engine:
             self._recorder.skip_changes(self.coordinator.planner)
 
     # For users.
+
+    def log(self, /, **metrics: Any) -> None:
+        """See `HeteroDataParallel.log`."""
+        numbers = check_metrics(metrics, read=self._recorder.active)
+        self._recorder.event(self._queue.num_taken, "eval", numbers)
+
+    def close(self) -> None:
+        """The training is over: say so in the run log, and write nothing more.
+
+        Without it that is done when the program ends without an exception. A process that leaves by `os._exit`, as
+        those of `multiprocessing` do, never gets there.
+        """
+        self._recorder.end(self._queue.num_taken)
 
     @property
     def plan(self) -> Plan | None:

@@ -36,6 +36,7 @@ class HookState:
         self.clock = clock
         self.inverse_variance = inverse_variance
         self.step: StepInProgress | None = None
+        self.bucket_bytes: list[int] = []  # what the last step's all-reduces carried
         self.unmatched = False  # the gradients are of a forward that no batch belongs to
         self.item_sums: dict[int, Any] = {}  # step -> a call that waits for the number of items on all ranks
         self.previous: dict[int, torch.Tensor] | None = None  # the last step's buckets, where one rank is alone
@@ -53,6 +54,8 @@ def weighted_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
     state.unmatched = step is None or step.has_bucket(index)
     if step is None or state.unmatched:  # a backward that no batch of ours belongs to: plain DDP
         return _sum(state, buffer.div_(dist.get_world_size(state.group)))
+    del state.bucket_bytes[index:]  # buckets come in order; DDP makes others after the first steps
+    state.bucket_bytes.append(buffer.nbytes)
     weight = share_of(state, step) if step.weight is None else step.weight
     step.make_room(index + 1)
     step.ready[index] = clock.mark()

@@ -41,6 +41,11 @@ class BatchQueue:
     def __len__(self) -> int:
         return len(self._entries)
 
+    @property
+    def num_taken(self) -> int:
+        """Number of the first step that has not been taken yet."""
+        return self.next_step - len(self._entries)
+
     def add(self, entry: BatchEntry) -> None:
         """A batch is being yielded."""
         self._entries.append(entry)

@@ -146,11 +146,27 @@ class HeteroDataParallel(DistributedDataParallel):
         if coordinator is None or coordinator.job.num_samples is None:
             raise InvalidInputError("epochs() needs a HeteroDataLoader of known length: build it first, or use range()")
         goal = num_epochs * coordinator.job.num_samples / coordinator.job.batch_size
-        epoch = 0
-        # A last step that is half done would cost a whole pass.
-        while self.progress < goal - 0.5:
-            yield epoch
-            epoch += 1
+        self.engine.goal = float(num_epochs)
+        try:
+            for epoch in itertools.count():
+                if self.progress >= goal - 0.5:  # a last step that is half done would cost a whole pass
+                    return
+                yield epoch
+        finally:
+            self.engine.goal = None
+
+    def log(self, /, **metrics: Any) -> None:
+        """Write what you measured, such as `model.log(accuracy=0.93)`, into the run log and to the observers.
+
+        Rank 0's numbers count: elsewhere they are only checked, so that every rank may call it or rank 0 alone.
+
+        Args:
+            **metrics: real numbers, also as tensors and arrays without dimensions.
+
+        Raises:
+            InvalidInputError: something is not a number.
+        """
+        self.engine.log(**metrics)
 
     def use_batch(self, local: int, total: int) -> None:
         """Say how many samples this rank and all ranks have in the next training forward, for a loader of your own."""

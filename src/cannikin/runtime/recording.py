@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 import warnings
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from cannikin._version import __version__
-from cannikin.core.records import Job
+from cannikin.core.records import Job, Plan
+from cannikin.errors import InvalidInputError
 from cannikin.runlog import (
     RUNLOG_NAME,
+    Decisions,
     EventRecord,
     Header,
     ModelInfo,
@@ -23,88 +29,109 @@ from cannikin.runlog import (
     Record,
     RunLogWriter,
     job_info,
-    noise_record,
-    plan_record,
-    window_record,
 )
-from cannikin.runtime.messages import Decision
+from cannikin.runtime.matching import BatchQueue
 from cannikin.runtime.windows import Report
 
-__all__ = ["Recorder"]
+__all__ = ["Recorder", "check_metrics", "end_unless_broken"]
 
 
 class Recorder:
-    """Writes header, windows, plans and events to every observer; on ranks other than 0 it does nothing."""
+    """Writes header, windows, plans and events to every observer; on ranks other than 0 it does nothing.
+
+    Observers get the header first: what is written before there is one, such as an evaluation of the untrained model,
+    waits for it.
+    """
 
     def __init__(self, observers: Sequence[Observer], run_dir: str | Path | None, *, active: bool) -> None:
         self._observers = list(observers) if active else []
-        if run_dir is not None and active:
-            self._observers.append(RunLogWriter(Path(run_dir) / RUNLOG_NAME))
+        self._log = RunLogWriter(Path(run_dir) / RUNLOG_NAME) if run_dir is not None and active else None
+        if self._log is not None:
+            self._observers.append(self._log)
+        self._waiting: list[Record] | None = []  # for the header
+        self._decisions = Decisions()
         self._start_s = time.perf_counter()
-        self._num_changes = 0
+        self._process = os.getpid()
+
+    @property
+    def active(self) -> bool:
+        """Whether there is anybody to tell."""
+        return bool(self._observers)
+
+    @property
+    def _elapsed_ms(self) -> float:
+        return round((time.perf_counter() - self._start_s) * 1e3, 3)
 
     def begin(self, job: Job, policy: str, module: torch.nn.Module, ranks: Sequence[RankInfo]) -> None:
         """Say what runs, on what."""
         if not self._observers:
             return
         parameters = list(module.parameters())
-        self._write(
-            Header(
-                cannikin_version=__version__,
-                torch_version=str(torch.__version__),
-                started=datetime.now(UTC).isoformat(timespec="seconds"),
-                policy=policy,
-                world_size=job.num_ranks,
-                job=job_info(job),
-                ranks=tuple(ranks),
-                model=ModelInfo(name=type(module).__name__, num_parameters=sum(p.numel() for p in parameters)),
-                precision=str(parameters[0].dtype).removeprefix("torch."),
-            )
+        header = Header(
+            cannikin_version=__version__,
+            torch_version=str(torch.__version__),
+            started=datetime.now(UTC).isoformat(timespec="seconds"),
+            policy=policy,
+            world_size=job.num_ranks,
+            job=job_info(job),
+            ranks=tuple(ranks),
+            model=ModelInfo(name=type(module).__name__, num_parameters=sum(p.numel() for p in parameters)),
+            precision=str(parameters[0].dtype).removeprefix("torch."),
         )
+        waiting, self._waiting = self._waiting or [], None
+        for record in (header, *waiting):
+            self._write(record)
 
-    def decided(self, decision: Decision, report: Report, planner: Any, *, progress: float, lr_factor: float) -> None:
+    def decided(
+        self,
+        planner: Any,
+        report: Report,
+        plan: Plan,
+        *,
+        progress: float | None,
+        lr_factor: float,
+        bucket_bytes: tuple[int, ...],
+    ) -> None:
         """Write down a window and the plan that came of it."""
         if not self._observers:
             return
-        window = report.window
-        tracker = getattr(planner, "noise", None)
-        noise = noise_record(tracker) if tracker is not None and tracker.num_steps > 0 else None
-        elapsed_ms = (time.perf_counter() - self._start_s) * 1e3
-        self._write(
-            window_record(
-                window,
-                loader_s=report.load_s,
-                other_s=report.other_s,
-                noise=noise,
-                progress=progress,
-                lr_factor=lr_factor,
-                num_skipped=window.num_nonfinite,
-                elapsed_ms=elapsed_ms,
-            )
-        )
-        step = window.first_step + window.num_steps
-        if window.num_nonfinite:
-            text = f"{window.num_nonfinite} steps had a gradient that was not finite, {decision.num_nonfinite} so far"
-            self._write(EventRecord(step=step, kind="nonfinite", text=text, data={"count": window.num_nonfinite}))
-        for changed_step, rank, factor in self._new_changes(planner):
-            text = f"rank {rank} takes {factor:.2f} times as long"
-            data: dict[str, bool | int | float | str | None] = {"rank": rank, "factor": factor}
-            self._write(EventRecord(step=changed_step, kind="changed_speed", text=text, data=data))
-        self._write(plan_record(decision.plan, step, elapsed_ms=elapsed_ms))
+        for record in self._decisions.records(
+            planner,
+            report.window,
+            plan,
+            loader_s=report.load_s,
+            other_s=report.other_s,
+            progress=progress,
+            lr_factor=lr_factor,
+            bucket_bytes=bucket_bytes,
+            elapsed_ms=self._elapsed_ms,
+        ):
+            self._write(record)
 
     def skip_changes(self, planner: Any) -> None:
-        """What the planner knows already, from a run that this one resumes, is no event of this run."""
-        self._num_changes = getattr(getattr(planner, "learner", None), "num_changes", 0)
+        """See `Decisions`."""
+        self._decisions.skip_changes(planner)
 
-    def _new_changes(self, planner: Any) -> list[tuple[int, int, float]]:
-        learner = getattr(planner, "learner", None)
-        if learner is None:
-            return []
-        num_new, self._num_changes = learner.num_changes - self._num_changes, learner.num_changes
-        return list(learner.changes[len(learner.changes) - num_new :])
+    def event(self, step: int, kind: str, data: dict[str, Any]) -> None:
+        """Write down something else that happened."""
+        if self._observers:
+            self._write(EventRecord(step=step, kind=kind, data=data, elapsed_ms=self._elapsed_ms))
+
+    def end(self, step: int) -> None:
+        """The run ended as it should: say so, and write nothing more; again is fine."""
+        if os.getpid() != self._process:
+            return  # a fork, such as a worker of a loader, that exits
+        if self._waiting is None:
+            self.event(step, "end", {})
+        self._observers = []
+        if self._log is not None:
+            self._log.close()
 
     def _write(self, record: Record) -> None:
         """Tell every observer; one that fails is told no more, and training goes on."""
+        if self._waiting is not None:
+            self._waiting.append(record)
+            return
         for observer in list(self._observers):
             try:
                 observer.write(record)
@@ -113,3 +140,42 @@ class Recorder:
                 kind = type(observer).__name__
                 text = f"observer {kind} failed and is left out from now on ({type(error).__name__}: {error})"
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+def end_unless_broken(recorder: Recorder, queue: BatchQueue) -> None:
+    """Say that a run has ended, when its engine is no longer used or the program comes to its end.
+
+    Not where an exception that nobody caught has ended the program: Python keeps that one in `sys.last_value`. One that
+    the program caught leaves no trace there: such a run counts as ended.
+    """
+    if getattr(sys, "last_value", None) is None:
+        recorder.end(queue.num_taken)
+
+
+def check_metrics(metrics: dict[str, Any], *, read: bool) -> dict[str, int | float]:
+    """Metrics as plain numbers; without `read` they are only checked, which waits for no device."""
+    if not metrics:
+        raise InvalidInputError("log() was given nothing to write: name what you measured, as in log(accuracy=0.93)")
+    for name, value in metrics.items():
+        if not _is_number(value):
+            shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+            raise InvalidInputError(
+                f"log({name}=...) was given a {type(value).__name__}{shape}: a metric is one real number; write its "
+                "mean, or each part under a name of its own"
+            )
+    return {name: _plain(value) for name, value in metrics.items()} if read else {}
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.ndim == 0 and not value.is_complex()
+    if isinstance(value, np.ndarray | np.generic):
+        return value.ndim == 0 and value.dtype.kind in "biuf"
+    return isinstance(value, Real)
+
+
+def _plain(value: Any) -> int | float:
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        value = value.item()
+    whole = isinstance(value, Integral) and -(2**63) <= int(value) < 2**63  # as JSON's readers have them
+    return int(value) if whole else float(value)

@@ -8,6 +8,7 @@ from cannikin._version import __version__
 from cannikin.core.lr import lr_factor
 from cannikin.core.records import Job, Plan, Planner, StepWindow
 from cannikin.runlog import (
+    Decisions,
     EventRecord,
     Header,
     ModelInfo,
@@ -15,9 +16,7 @@ from cannikin.runlog import (
     RankInfo,
     Record,
     job_info,
-    noise_record,
     plan_record,
-    window_record,
 )
 from cannikin.sim.hardware import Machine
 from cannikin.sim.workload import Workload
@@ -30,7 +29,7 @@ class Recorder:
 
     def __init__(self, observers: tuple[Observer, ...], job: Job, planner: Planner, workload: Workload | None) -> None:
         self._observers, self._job, self._planner, self._workload = observers, job, planner, workload
-        self._num_changes = 0
+        self._decisions = Decisions()
 
     def begin(self, machine: Machine, policy: str, plan: Plan, tags: dict[str, str]) -> None:
         """Say what runs, on what, and the first plan."""
@@ -57,22 +56,17 @@ class Recorder:
         """Write down a window and the plan that came of it."""
         if not self._observers:
             return
-        tracker: Any = getattr(self._planner, "noise", None)
-        known = tracker is not None and tracker.num_steps > 0
         passes = factor = None
         if self._workload is not None:
             passes = progress / self._workload.epoch_progress
-            gain = tracker.gain(plan.total_batch) if known else 1.0
+            tracker: Any = getattr(self._planner, "noise", None)
+            gain = tracker.gain(plan.total_batch) if tracker is not None and tracker.num_steps > 0 else 1.0
             rule = self._workload.spec.lr_rule
             factor = lr_factor(rule, plan.total_batch, initial_batch=self._job.batch_size, gain=gain)
-        noise = noise_record(tracker) if known else None
-        elapsed_ms = elapsed_s * 1e3
-        self._tell(window_record(window, noise=noise, progress=passes, lr_factor=factor, elapsed_ms=elapsed_ms))
-        for step, rank, change in self._new_changes():
-            data: dict[str, Any] = {"rank": rank, "factor": change}
-            text = f"rank {rank} takes {change:.2f} times as long"
-            self._tell(EventRecord(step=step, kind="changed_speed", text=text, data=data))
-        self._tell(plan_record(plan, window.first_step + window.num_steps, elapsed_ms=elapsed_ms))
+        for record in self._decisions.records(
+            self._planner, window, plan, progress=passes, lr_factor=factor, elapsed_ms=elapsed_s * 1e3
+        ):
+            self._tell(record)
 
     def evaluated(self, step: int, metric: float, elapsed_s: float) -> None:
         """Write down the metric at an epoch's end."""
@@ -83,13 +77,6 @@ class Recorder:
     def end(self, step: int, reason: str, elapsed_s: float) -> None:
         """Say that and why the run is over."""
         self._tell(EventRecord(step=step, kind="end", text=reason, elapsed_ms=elapsed_s * 1e3))
-
-    def _new_changes(self) -> list[tuple[int, int, float]]:
-        learner: Any = getattr(self._planner, "learner", None)
-        if learner is None:
-            return []
-        num_new, self._num_changes = learner.num_changes - self._num_changes, learner.num_changes
-        return list(learner.changes[len(learner.changes) - num_new :])
 
     def _tell(self, record: Record) -> None:
         for observer in self._observers:

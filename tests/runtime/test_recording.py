@@ -1,0 +1,259 @@
+"""What a training tells its observers beside windows and plans: epochs, evaluations, candidates, buckets, its end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import recording_cases as cases
+from ranks import run_ranks
+from recording_cases import NO_NUMBERS
+from told import run_cases, values
+
+from cannikin.runlog import EventRecord, Header, PlanRecord, WindowRecord, read_runlog
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+COMPARING = ("cannikin", "adaptdl", "paper")
+NOT_COMPARING = ("even", "lb-bsp")
+TWO_RANKS = {
+    "epochs and evaluations": cases.epochs_and_evaluations,
+    "refused": cases.refused_metrics,
+    "resumed": cases.resumed_pass,
+    "sampler": cases.sampler_passes,
+    "closed": cases.closed,
+    "buckets": cases.buckets,
+    "changed speed": cases.changed_speed,
+    **{policy: partial(cases.free_total, policy=policy) for policy in COMPARING + NOT_COMPARING},
+}
+
+
+@pytest.fixture(scope="module")
+def two():
+    return run_ranks(run_cases, 2, TWO_RANKS, timeout_s=100)
+
+
+def events(records, kind):
+    return [record for record in records if isinstance(record, EventRecord) and record.kind == kind]
+
+
+def of_kind(records, kind):
+    return [record for record in records if isinstance(record, kind)]
+
+
+# Epochs and evaluations
+
+
+def test_every_pass_says_where_it_begins_and_what_the_loop_has_asked_for(two):
+    records, none = values(two, "epochs and evaluations")
+    assert none == []
+    told = [(event.step, event.data) for event in events(records, "epoch")]
+    assert told == [
+        (0, {"epoch": 0, "position": 0, "goal": 2.0}),
+        (10, {"epoch": 1, "position": 0, "goal": 2.0}),
+        (20, {"epoch": 2, "position": 0}),  # range(), not model.epochs()
+    ]
+
+
+def test_a_resumed_pass_says_how_much_of_its_epoch_is_done(two):
+    (event,) = events(values(two, "resumed")[0], "epoch")
+    assert event.data == {"epoch": 1, "position": 18}
+
+
+def test_evaluations_are_written_with_the_steps_taken_before_them(two):
+    records, _ = values(two, "epochs and evaluations")
+    first, *passes, last = events(records, "eval")
+    assert (first.step, first.data) == (0, {"accuracy": 0.1})
+    assert [event.step for event in passes] == [10, 20]
+    assert all(event.data == {"accuracy": 0.5, "loss": 2.0} for event in passes)
+    assert last.step == 30
+    assert last.data == {
+        "whole": 3,
+        "real": 0.25,
+        "truth": 1,
+        "tensor": 0.5,
+        "half": 1.5,
+        "numpy": 0.5,
+        "array": 7,
+        "self": 1.0,
+        "huge": 2.0**70,
+    }
+
+
+def test_an_evaluation_before_there_is_a_loader_waits_for_the_header(two):
+    records, _ = values(two, "epochs and evaluations")
+    assert isinstance(records[0], Header)
+    assert records[1].kind == "eval"
+
+
+def test_batches_that_a_sampler_cuts_ahead_are_no_steps_yet(two):
+    records, _ = values(two, "sampler")
+    assert [event.step for event in events(records, "epoch")] == [0, 10]
+    assert [event.step for event in events(records, "eval")] == [10, 20]
+
+
+@pytest.mark.parametrize("name", [*NO_NUMBERS, "none at all"])
+def test_what_is_no_number_is_refused_on_every_rank(two, name):
+    for texts in values(two, "refused"):
+        assert texts[name].startswith("log()" if name == "none at all" else f"log({name}=...) was given a ")
+
+
+def test_every_event_says_when_it_was(two):
+    for name in ("epochs and evaluations", "resumed", "sampler", "closed", "changed speed"):
+        records, _ = values(two, name)
+        times = [event.elapsed_ms for event in of_kind(records, EventRecord)]
+        assert times
+        assert all(time is not None and time >= 0 for time in times), name
+        waited = 1  # for the header
+        assert times[waited:] == sorted(times[waited:])
+
+
+def test_a_rank_that_changes_its_speed_is_an_event(two):
+    records, _ = values(two, "changed speed")
+    slower = [event for event in events(records, "changed_speed") if event.data["rank"] == 1]
+    assert slower
+    assert max(event.data["factor"] for event in slower) > 2
+
+
+# Windows and plans
+
+
+def test_progress_counts_passes_over_the_data(two):
+    records, _ = values(two, "epochs and evaluations")
+    *_, last = of_kind(records, WindowRecord)
+    assert last.progress == pytest.approx((last.first_step + last.num_steps + 3) / 10)  # known three steps later
+
+
+def test_the_timeline_has_the_size_of_every_bucket(two):
+    records, _ = values(two, "buckets")
+    *_, last = of_kind(records, WindowRecord)
+    assert last.timeline.bucket_bytes == (4000, 12000)  # the last layer's gradient comes first
+    assert len(last.timeline.ready_ms[0]) == 2
+
+
+@pytest.mark.parametrize("policy", COMPARING)
+def test_a_plan_that_compares_total_batches_has_them_with_their_goodput(two, policy):
+    records, _ = values(two, policy)
+    plans = of_kind(records, PlanRecord)
+    compared = [plan for plan in plans if plan.candidate_totals]
+    assert compared
+    assert len(compared) < len(plans), "at first the noise scale is not known"
+    before = 12
+    for plan in plans:
+        totals, goodputs = plan.candidate_totals, plan.candidate_goodputs
+        assert len(totals) == len(goodputs) <= 51
+        assert list(totals) == sorted(set(totals))
+        if totals and policy != "paper":  # whose rounding may move the total
+            assert before in totals
+            best = totals[max(range(len(totals)), key=lambda k: goodputs[k] or 0.0)]
+            assert plan.total_batch in (before, best)
+        before = plan.total_batch
+
+
+@pytest.mark.parametrize("policy", NOT_COMPARING)
+def test_a_policy_that_keeps_the_total_compares_nothing(two, policy):
+    records, _ = values(two, policy)
+    assert all(plan.candidate_totals == () == plan.candidate_goodputs for plan in of_kind(records, PlanRecord))
+
+
+# The end
+
+
+def test_what_comes_after_a_training_was_closed_is_not_written(two):
+    records, _ = values(two, "closed")
+    assert isinstance(records[-1], EventRecord)
+    assert (records[-1].kind, records[-1].step) == ("end", 10)
+    assert len(events(records, "end")) == 1
+    assert events(records, "eval") == []
+
+
+WAYS = {
+    "to its last line": True,
+    "in a function": True,
+    "collected": True,
+    "by sys.exit": True,
+    "closed": True,
+    "by an error": False,
+    "by an error in a function": False,
+    "by an interrupt": False,
+    "by os._exit": False,
+    "killed": False,
+    "without a loader": False,
+}
+SCRIPT = """
+import atexit, gc, os, signal, sys
+import torch
+from torch import nn
+from cannikin import HeteroDataLoader, HeteroDataParallel
+
+def main():
+    net = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    model = HeteroDataParallel(net, optimizer, run_dir=os.path.join(sys.argv[1], way))
+    if way == "without a loader":
+        return model
+    loader = HeteroDataLoader(torch.randn(60, 3), model=model, batch_size=6)
+    for number, features in enumerate(loader):
+        optimizer.zero_grad()
+        model(features).square().mean().backward()
+        optimizer.step()
+        if "function" in way and "error" in way and number == 7:
+            raise ValueError("on purpose")
+    if os.fork() == 0:  # a child that ends, without gloo's threads, is not the training that ends
+        atexit._run_exitfuncs()
+        os._exit(0)
+    os.wait()
+    return model if way != "in a function" else None
+
+for way in sys.argv[2:]:  # each in a process of its own, without another import of torch
+    if os.fork() == 0:
+        break
+    os.wait()
+else:
+    sys.exit()
+model = main()
+match way:
+    case "collected":
+        del model
+        gc.collect()
+        os._exit(0)
+    case "by sys.exit":
+        sys.exit(0)
+    case "closed":
+        model.engine.close()
+        os._exit(0)
+    case "by an error":
+        raise ValueError("on purpose")
+    case "by an interrupt":
+        os.kill(os.getpid(), signal.SIGINT)
+    case "by os._exit":
+        os._exit(0)
+    case "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """Run directories of trainings that ended in different ways."""
+    folder = tmp_path_factory.mktemp("runs")
+    command = [sys.executable, "-c", SCRIPT, str(folder), *WAYS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "without a loader"])
+def test_a_run_says_that_it_ended_unless_it_was_broken_off(ended, way):
+    run = read_runlog(ended / way)
+    kinds = [event.kind for event in run.events]
+    assert kinds == ["epoch", "end"] if WAYS[way] else ["epoch"]
+    if WAYS[way]:
+        assert run.events[-1].step == 10
+        assert run.events[-1].elapsed_ms >= run.windows[-1].elapsed_ms
+
+
+def test_a_run_that_never_began_says_nothing(ended):
+    assert (ended / "without a loader" / "runlog.jsonl").read_bytes() == b""
