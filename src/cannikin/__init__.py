@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from cannikin.core.perf import Cluster, Curve, step_time
     from cannikin.core.records import Split
     from cannikin.core.split import optimal_split
+    from cannikin.report.live import LiveView
+    from cannikin.report.observers import ScalarObserver, TensorBoardObserver
+    from cannikin.report.prometheus import PrometheusObserver
     from cannikin.runtime.data import HeteroDataLoader
     from cannikin.runtime.engine import Engine, attach
     from cannikin.runtime.parallel import HeteroDataParallel
@@ -27,9 +30,13 @@ __all__ = [
     "HeteroBatchSampler",
     "HeteroDataLoader",
     "HeteroDataParallel",
+    "LiveView",
     "NoiseEstimate",
     "NoiseTracker",
+    "PrometheusObserver",
+    "ScalarObserver",
     "Split",
+    "TensorBoardObserver",
     "__version__",
     "attach",
     "by_progress",
@@ -47,9 +54,13 @@ _HOMES = {
     "HeteroBatchSampler": "cannikin.runtime.sampler",
     "HeteroDataLoader": "cannikin.runtime.data",
     "HeteroDataParallel": "cannikin.runtime.parallel",
+    "LiveView": "cannikin.report.live",
     "NoiseEstimate": "cannikin.core.noise",
     "NoiseTracker": "cannikin.core.noise_tracker",
+    "PrometheusObserver": "cannikin.report.prometheus",
+    "ScalarObserver": "cannikin.report.observers",
     "Split": "cannikin.core.records",
+    "TensorBoardObserver": "cannikin.report.observers",
     "attach": "cannikin.runtime.engine",
     "by_progress": "cannikin.runtime.schedule",
     "load_cluster": "cannikin.cluster_file",

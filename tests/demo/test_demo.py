@@ -15,7 +15,7 @@ from rich.console import Console
 from cannikin.cli import main
 from cannikin.demo.settings import DEFAULT_POLICIES, SPEEDS, TASKS, quick
 from cannikin.demo.show import Bars, RankLines, results_table
-from cannikin.runlog import read_runlog
+from cannikin.runlog import Header, JobInfo, RankInfo, RunLogWriter, WindowRecord, read_runlog
 
 RESULT = {
     "kind": "result",
@@ -116,3 +116,63 @@ def test_it_trains_for_real_and_leaves_run_logs_and_a_summary(tmp_path: Path):
 
 def test_the_default_is_all_four():
     assert DEFAULT_POLICIES == ("even", "adaptdl", "lb-bsp", "cannikin")
+
+
+# The panel of the policy that trains
+
+
+def write_log(folder: Path, device: str) -> None:
+    with RunLogWriter(folder / "runlog.jsonl") as log:
+        log.write(
+            Header(
+                cannikin_version="0",
+                started="",
+                policy="even",
+                world_size=1,
+                job=JobInfo(batch_size=48),
+                ranks=(RankInfo(device=device),),
+            )
+        )
+        log.write(
+            WindowRecord(
+                first_step=0,
+                num_steps=5,
+                num_valid=5,
+                total_batch=48,
+                local_batches=(48,),
+                step_ms=80.0,
+                before_ms=(20.0,),
+                backward_ms=(40.0,),
+                done_ms=(60.0,),
+            )
+        )
+
+
+def test_on_a_terminal_the_ranks_of_the_policy_that_trains_are_shown_below_the_bars(tmp_path):
+    write_log(tmp_path / "even", "first device")
+    console = Console(width=100, height=40, file=io.StringIO(), force_terminal=True)
+    with Bars(TASKS["digits"], ["even", "cannikin"], console, tmp_path):
+        assert "first device" in console.file.getvalue()
+
+
+def test_a_policy_that_is_done_keeps_its_bar_and_the_next_ones_panel_comes(tmp_path):
+    write_log(tmp_path / "even", "first device")
+    write_log(tmp_path / "cannikin", "second device")
+    console = Console(width=100, height=40, file=io.StringIO(), force_terminal=True)
+    with Bars(TASKS["digits"], ["even", "cannikin"], console, tmp_path) as bars:
+        bars.update(RESULT)
+        drawn = shown(bars._drawn())
+        assert "97.5% in 12.0 s" in drawn
+        assert "second device" in drawn
+        bars.update({**RESULT, "policy": "cannikin"})
+        length = len(console.file.getvalue())
+    assert "device" not in console.file.getvalue()[length:]
+
+
+def test_before_the_first_steps_and_with_a_foreign_log_there_are_only_bars(tmp_path):
+    console = Console(width=100, height=40, file=io.StringIO(), force_terminal=True)
+    (tmp_path / "cannikin").mkdir()
+    (tmp_path / "cannikin" / "runlog.jsonl").write_text("something else\n")
+    for policy in ("even", "cannikin"):
+        with Bars(TASKS["digits"], [policy], console, tmp_path) as bars:
+            assert "step time" not in shown(bars._drawn())

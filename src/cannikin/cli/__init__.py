@@ -21,8 +21,12 @@ __all__ = ["main"]
 _VERBS = {
     "demo": "Train on ranks of different speed under several policies, and compare.",
     "plan": "The best split of a total batch over a cluster's ranks.",
-    "lab": "Run a torchrun script on a cluster of unlike ranks, made on this machine.",
     "simulate": "What a cluster would do with a job, in simulated time.",
+    "lab": "Run a torchrun script on a cluster of unlike ranks, made on this machine.",
+    "doctor": "What this machine and launch environment offer, and what will limit a run.",
+    "report": "One HTML page of one run, or of several side by side.",
+    "trace": "Steps of a run, rank by rank, as a file that Perfetto opens.",
+    "watch": "The live view over the log of a run, from another terminal.",
     "bench": "Regenerate the evaluation of the paper, in simulation.",
 }
 

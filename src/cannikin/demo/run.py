@@ -35,7 +35,7 @@ def run_demo(
     script = ["-m", "cannikin.demo.train", "--task", msgspec.json.encode(task).decode()]
     script += ["--policies", ",".join(policies), "--run-dir", str(out)]
     script += ["--data", str(data)] if data is not None else []
-    with Bars(task, policies, console) as bars:
+    with Bars(task, policies, console, out) as bars:
 
         def take(told: dict[str, Any]) -> None:
             bars.update(told)

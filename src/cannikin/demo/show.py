@@ -1,16 +1,25 @@
-"""What the demonstration shows: a bar a policy while it trains, one table at the end."""
+"""What the demonstration shows: a bar a policy and the live view of the one that trains, one table at the end."""
 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from cannikin.demo.settings import Task
+from cannikin.errors import RunLogError
+from cannikin.report.follow import FollowedRun
+from cannikin.report.live_panel import LivePanel
+
+_REFRESHES_PER_S = 2  # the ranks need the processor
 
 __all__ = ["Bars", "RankLines", "results_table"]
 
@@ -41,9 +50,15 @@ class RankLines:
 
 
 class Bars:
-    """One bar a policy: how far its accuracy is on the way to the target."""
+    """One bar a policy: how far its accuracy is on the way to the target; below, what the ranks are doing.
 
-    def __init__(self, task: Task, policies: list[str], console: Console) -> None:
+    Args:
+        task, policies: what is trained, in this order.
+        console: drawn on if it is a terminal; else one line a policy.
+        run_dir: holds a run directory for each policy, from which the ranks' state is read; None for the bars alone.
+    """
+
+    def __init__(self, task: Task, policies: list[str], console: Console, run_dir: Path | None = None) -> None:
         self._target = task.target
         self._console = console
         self._progress = Progress(
@@ -51,16 +66,46 @@ class Bars:
             BarColumn(bar_width=30),
             TextColumn("{task.fields[state]}"),
             console=console,
-            disable=not console.is_terminal,
+            auto_refresh=False,
         )
         self._bars = {policy: self._progress.add_task(policy, total=task.target, state="waits") for policy in policies}
+        self._lock = threading.Lock()  # the panel is drawn by rich's thread
+        self._runs = {} if run_dir is None else {policy: FollowedRun(run_dir / policy) for policy in policies}
+        self._live = Live(
+            console=console,
+            get_renderable=self._drawn,
+            refresh_per_second=_REFRESHES_PER_S,
+            vertical_overflow="crop",
+            transient=False,
+        )
 
     def __enter__(self) -> Bars:
-        self._progress.start()
+        if self._console.is_terminal:
+            self._live.start(refresh=True)
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._progress.stop()
+        for policy in list(self._runs):
+            self._forget(policy)
+        if self._console.is_terminal:
+            self._live.stop()
+
+    def _drawn(self) -> RenderableType:
+        """The bars, and the panel of the first policy that has no result yet, once it trains."""
+        with self._lock:
+            run = next(iter(self._runs.values()), None)
+            if run is None:
+                return self._progress
+            with suppress(RunLogError):  # of a folder that held something else; the training says so itself
+                run.poll()
+            return Group(self._progress, LivePanel(run.state)) if run.has_begun else self._progress
+
+    def _forget(self, policy: str) -> None:
+        """This policy trains no more: its panel goes, its bar stays."""
+        with self._lock:
+            run = self._runs.pop(policy, None)
+            if run is not None:
+                run.close()
 
     def update(self, told: dict[str, Any]) -> None:
         """Take a `progress` or `result` object of rank 0."""
@@ -68,6 +113,7 @@ class Bars:
             seconds = told["seconds_to_target"]
             state = f"{told['accuracy']:.1%} in {seconds:.1f} s" if seconds else f"{told['accuracy']:.1%}: given up"
             split = told["final_split"]
+            self._forget(told["policy"])
         else:
             state = f"{told['accuracy']:.1%} of {self._target:.0%} after {told['seconds']:.1f} s, step {told['steps']}"
             split = told["split"]

@@ -144,6 +144,7 @@ def window_record(
         num_skipped=num_skipped,
         noise=noise,
         timeline=_timeline(window, np.where(counted.all(axis=1), step_s, np.inf), bucket_bytes),
+        loader_inside=loader_s is not None and bool(loader_s.any() and not window.load_s.any()),
         other_ms=() if other_s is None else _row_ms(_means(other_s, window.valid)),
         **{name: _row_ms(_medians(values, counted)) for name, values in columns.items()},
     )

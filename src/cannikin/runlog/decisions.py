@@ -34,7 +34,8 @@ class Decisions:
         step = window.first_step + window.num_steps
         if num_bad:
             self._num_nonfinite += num_bad
-            text = f"{num_bad} steps had a gradient that was not finite, {self._num_nonfinite} so far"
+            steps = "1 step" if num_bad == 1 else f"{num_bad} steps"
+            text = f"{steps} had a gradient that was not finite, {self._num_nonfinite} so far"
             yield EventRecord(step=step, kind="nonfinite", text=text, data={"count": num_bad}, elapsed_ms=elapsed_ms)
         for changed_step, rank, factor in self._new_changes(planner):
             text = f"rank {rank} takes {factor:.2f} times as long"

@@ -139,6 +139,7 @@ class WindowRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
             computing hid.
         loader_ms, other_ms: waiting for data, and the user's own work between steps (a mean over all valid steps, for
             an evaluation is in few of them), [n]; () where not measured.
+        loader_inside: whether `before_ms` has the waiting for data in it, as with a loader without workers.
         elapsed_ms: since the run started, by the caller's clock (simulated time in a simulation).
         progress: passes over the data at the initial batch size, so far.
         lr_factor: by which the learning rate was multiplied at the window's end.
@@ -157,6 +158,7 @@ class WindowRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
     wait_ms: Reals = ()
     loader_ms: Reals = ()
     other_ms: Reals = ()
+    loader_inside: bool = False
     elapsed_ms: Real = None
     progress: Real = None
     lr_factor: Real = None

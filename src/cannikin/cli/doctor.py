@@ -1,0 +1,102 @@
+"""`cannikin doctor`: what this machine and launch environment offer, and what will limit a run."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+
+import click
+import msgspec
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from cannikin.doctor.diagnosis import Diagnosis, diagnose
+from cannikin.doctor.facts import Facts
+from cannikin.doctor.findings import Finding
+from cannikin.doctor.gather import gather
+
+__all__ = ["command", "rendered"]
+
+_WIDTH = 80
+_MOST_WIDTH = 110
+_SUBJECT_WIDTH = 10
+_STYLES = {"ok": "green", "note": "cyan", "warning": "bold yellow", "blocker": "bold red"}
+
+
+@click.command("doctor", epilog="The exit status is 1 where training is impossible as things are, else 0.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, for programs.")
+@click.option("--quick", is_flag=True, help="Without the all-reduce between two processes, which takes some seconds.")
+def command(as_json: bool, quick: bool) -> int:
+    """Look at this machine and launch environment, and say what will limit a run.
+
+    Start it where a rank would start, in the same container, job and environment. It looks at versions, GPUs, cores,
+    memory, links, the variables of torchrun, Slurm and Kubernetes, and what `cannikin lab` can make here. Nothing is
+    changed, nothing is sent anywhere, and every look has a time limit.
+
+    \b
+      ok        as it should be
+      note      worth knowing
+      warning   will cost speed, or break a likely launch
+      blocker   training is impossible
+    """
+    console = Console(stderr=True)
+    with console.status("looking" if quick else "looking, and trying an all-reduce on this host"):
+        facts = gather(quick=quick)
+    diagnosis = diagnose(facts)
+    if as_json:
+        click.echo(msgspec.json.encode(_as_json(facts, diagnosis)).decode())
+    else:
+        _say(rendered(facts, diagnosis))
+    return 0 if diagnosis.possible else 1
+
+
+def _as_json(facts: Facts, diagnosis: Diagnosis) -> dict[str, object]:
+    findings = [{"area": area, **asdict(each)} for area, found in diagnosis.areas.items() for each in found]
+    return {"possible": diagnosis.possible, "summary": diagnosis.summary, "findings": findings, "facts": facts}
+
+
+def rendered(facts: Facts, diagnosis: Diagnosis) -> RenderableType:
+    """One table an area, then the summary."""
+    parts: list[RenderableType] = [Text(f"cannikin doctor on {facts.hostname}", style="bold")]
+    for area, findings in diagnosis.areas.items():
+        if findings:
+            parts += ["", Text(area, style="bold"), _table(findings)]
+    parts += ["", Text(_printable(diagnosis.summary), style="bold" if diagnosis.possible else _STYLES["blocker"])]
+    return Padding(Group(*parts), (0, 1))
+
+
+def _table(findings: tuple[Finding, ...]) -> Table:
+    table = Table.grid(padding=(0, 2), expand=True)
+    table.add_column(width=max(map(len, _STYLES)), no_wrap=True)
+    table.add_column(width=_SUBJECT_WIDTH, overflow="fold")
+    table.add_column(ratio=1, overflow="fold")
+    for finding in findings:
+        table.add_row(Text(finding.level, style=_STYLES[finding.level]), Text(finding.subject), _words(finding))
+    return table
+
+
+def _words(finding: Finding) -> Text:
+    text = Text(_printable(finding.text))
+    if finding.advice:
+        text.append(
+            f"\n{_printable(finding.advice)}", style="yellow" if finding.level in {"warning", "blocker"} else "dim"
+        )
+    return text
+
+
+def _printable(text: str) -> str:
+    """Values of variables may hold anything, also what a terminal would obey."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def _say(part: RenderableType) -> None:
+    """Print for a person: colours only in a terminal, escapes for what stdout's encoding lacks."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    console.width = min(max(console.width, _WIDTH), _MOST_WIDTH)
+    with console.capture() as capture:
+        console.print(part)
+    text = "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    click.echo(text.encode(encoding, "backslashreplace").decode(encoding), nl=False)

@@ -1,0 +1,120 @@
+"""`cannikin doctor` itself: the real command on this machine, and what a person reads of made-up ones."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from cannikin.cli import doctor as doctor_command
+from cannikin.cli import main
+from cannikin.doctor.diagnosis import diagnose
+from cannikin.doctor.facts import CpuFacts, Facts, MemoryFacts, TorchFacts
+
+HIDE_TORCH = """
+import sys
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, NoTorch())
+from cannikin.cli import main
+main(["doctor"])
+"""
+BOX = Facts(torch=TorchFacts(version="2.13.0+cpu"), cpu=CpuFacts(num_cores=2))
+
+
+def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    foreign = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CANNIKIN_POLICY", "CANNIKIN_BACKEND")
+    kept = {name: value for name, value in os.environ.items() if name not in foreign}
+    command = (sys.executable, *command)
+    return subprocess.run(command, env=kept | environment, capture_output=True, text=True, timeout=110)
+
+
+@pytest.mark.xdist_group("ranks")
+def test_the_real_command_says_what_this_machine_is_and_tries_gloo():
+    pytest.importorskip("torch")
+    done = run("-m", "cannikin", "doctor", "--json", CANNIKIN_POLICE="even")
+    assert (done.returncode, done.stderr) == (0, "")
+    answer = json.loads(done.stdout)
+    assert answer["possible"] is True
+    assert answer["facts"]["torch"]["distributed"] is True
+    assert {"Software", "GPUs", "Host", "Network", "Launch", "Lab"} >= {each["area"] for each in answer["findings"]}
+    assert "CANNIKIN_POLICE is no variable" in done.stdout
+    (gloo,) = (each for each in answer["findings"] if each["subject"] == "gloo")
+    assert gloo["level"] in {"ok", "warning"}  # a crowded machine may need more than its 20 seconds
+    if gloo["level"] == "ok":
+        assert 0 < answer["facts"]["loopback"]["latency_s"] < 20
+    assert not _marked(), "a process of the all-reduce was left behind"
+
+
+def _marked() -> list[str]:
+    """Processes that take part in a loopback all-reduce."""
+    if not Path("/proc/self").exists():
+        return []
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            text = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if "cannikin.doctor.loopback" in text and "cannikin-doctor-" in text:
+            found.append(text)
+    return found
+
+
+def test_without_torch_it_works_and_exits_with_status_1():
+    done = run("-c", HIDE_TORCH)
+    assert done.returncode == 1
+    assert "pip install 'cannikin[torch]'" in done.stdout
+    assert "Training is impossible as things are: PyTorch is not installed." in done.stdout
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    def show(facts: Facts, *args: str):
+        monkeypatch.setattr(doctor_command, "gather", lambda *, quick: facts)
+        return CliRunner().invoke(main, ["doctor", *args])
+
+    return show
+
+
+def test_the_exit_status_is_0_with_warnings_and_1_with_a_blocker(shown):
+    assert shown(replace(BOX, memory=MemoryFacts(shm_bytes=2**26))).exit_code == 0
+    assert shown(replace(BOX, environment={"CANNIKIN_POLICY": "luck"})).exit_code == 1
+
+
+def test_every_line_fits_80_columns(shown):
+    name = "a-host-with-a-name-that-goes-on-and-on" * 3
+    facts = replace(BOX, hostname=name, host_resolves=False, environment={"CANNIKIN_" + "X" * 90: "1"})
+    lines = shown(facts).stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+
+
+def test_what_a_terminal_would_obey_is_not_printed(shown):
+    result = shown(replace(BOX, environment={"CANNIKIN_DEVICE": "\x1b]0;title\x07"}))
+    assert "\x1b" not in result.stdout
+    assert "\x07" not in result.stdout
+
+
+def test_levels_are_words_so_that_colours_are_not_needed():
+    facts = replace(BOX, environment={"CANNIKIN_POLICE": "even"})
+    console = Console(file=io.StringIO(), width=80)
+    console.print(doctor_command.rendered(facts, diagnose(facts)))
+    text = console.file.getvalue()
+    assert "warning  variables" in text
+    assert "Did you mean CANNIKIN_POLICY?" in text
+
+
+def test_json_is_one_object_with_facts_and_findings(shown):
+    answer = json.loads(shown(BOX, "--json").stdout)
+    assert set(answer) == {"possible", "summary", "findings", "facts"}
+    assert set(answer["findings"][0]) == {"area", "subject", "level", "text", "advice", "limits"}

@@ -1,0 +1,135 @@
+"""`cannikin report`: which runs it takes, where the page goes, and bad input."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from click.testing import CliRunner
+from made_up_runs import header, run, write
+
+from cannikin.cli import main
+from cannikin.report import page as page_module
+
+pytest.importorskip("plotly", reason="needs plotly: pip install 'cannikin[report]'")
+
+
+def report(*arguments):
+    return CliRunner().invoke(main, ["report", *map(str, arguments)])
+
+
+def test_the_page_of_a_run_is_in_its_directory_and_its_path_is_said(tmp_path):
+    folder = write(run(), tmp_path / "mine")
+    done = report(folder)
+    assert (done.exit_code, done.output) == (0, f"The report: {folder / 'report.html'}\n")
+    page = (folder / "report.html").read_text()
+    assert "Run mine" in page
+    assert "Plotly" in page
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("accuracy=0.7", "It reached accuracy 0.7 after 1.8\u00a0s."),
+        ("accuracy=0.99", "It did not reach accuracy 0.99."),
+        ("loss=1", "The log holds no metric called loss."),
+    ],
+)
+def test_a_run_alone_says_when_it_reached_the_target(tmp_path, target, said):
+    folder = write(run(), tmp_path / "mine")
+    assert report(folder, "--target", target).exit_code == 0
+    assert said in (folder / "report.html").read_text()
+
+
+def test_a_folder_of_runs_becomes_one_page_of_all_of_them(tmp_path):
+    for name in ("b", "a"):
+        write(run(), tmp_path / name)
+    done = report(tmp_path, "--target", "accuracy=0.8")
+    assert done.exit_code == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "2 runs side by side: a, b." in page
+    assert "time to accuracy 0.8" in page
+
+
+def test_the_demo_says_which_accuracy_and_in_which_order(tmp_path):
+    for name in ("even", "cannikin"):
+        write(run()[:-8], tmp_path / name)
+    curves = {"even": [[2.0, 100, 0.5], [4.0, 200, 0.98]], "cannikin": [[1.0, 100, 0.5], [2.5, 200, 0.98]]}
+    policies = {name: {"curve": curve} for name, curve in curves.items()}
+    (tmp_path / "summary.json").write_text(json.dumps({"task": {"target": 0.97}, "policies": policies}))
+    assert report(tmp_path).exit_code == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "2 runs side by side: even, cannikin." in page
+    assert "evaluation is not counted" in page
+    assert "cannikin reached accuracy 0.97 first, in 2.5\u00a0s; even in 4\u00a0s (1.60 times as long)." in page
+
+
+def test_several_runs_are_told_apart_and_their_page_goes_where_it_is_asked(tmp_path):
+    one, two = write(run(), tmp_path / "x" / "same"), write(run(), tmp_path / "y" / "same")
+    done = report(one, two / "runlog.jsonl", "--out", tmp_path / "new" / "page.html")
+    assert done.exit_code == 0
+    assert "x/same, y/same" in (tmp_path / "new" / "page.html").read_text()
+
+
+@pytest.mark.parametrize("target", ["accuracy", "=0.9", "accuracy=", "accuracy=nan", "accuracy=high"])
+def test_a_target_that_is_none_is_refused(tmp_path, target):
+    done = report(write(run(), tmp_path / "run"), "--target", target)
+    assert done.exit_code == 2
+    assert "is not METRIC=VALUE" in done.output
+
+
+def one_line(done):
+    assert done.exit_code == 2, done.output
+    assert done.output.startswith("cannikin: ")
+    assert done.output.count("\n") == 1
+    return done.output
+
+
+def test_what_is_no_run_is_refused_in_one_line(tmp_path):
+    newer = json.loads((write([header()], tmp_path / "new") / "runlog.jsonl").read_text()) | {"version": 99}
+    cases = {
+        "missing": (None, "cannot be read"),
+        "empty": (b"", "no header yet"),
+        "cut short": (b'{"type":"header","for', "no header yet"),
+        "foreign": (b"hello\n", "not a run log"),
+        "binary": (bytes(range(256)), "not a run log"),
+        "other json": (b'{"a": 1}\n', "not a run log"),
+        "newer": (json.dumps(newer).encode() + b"\n", "version 99"),
+    }
+    for name, (content, said) in cases.items():
+        log = tmp_path / f"{name}.jsonl"
+        if content is not None:
+            log.write_bytes(content)
+        assert said in one_line(report(log)), name
+    (tmp_path / "nothing").mkdir()
+    assert "holds no runlog.jsonl" in one_line(report(tmp_path / "nothing"))
+    assert "holds a number too large" in one_line(report(_with_huge_number(tmp_path)))
+
+
+def _with_huge_number(folder):
+    log = write(run(), folder / "huge") / "runlog.jsonl"
+    log.write_text(log.read_text().replace('"first_step":10,', f'"first_step":1{"0" * 400},'))
+    return log
+
+
+def test_without_plotly_one_line_says_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    assert "pip install 'cannikin[report]'" in one_line(report(write(run(), tmp_path / "run")))
+
+
+def test_a_log_cut_at_any_byte_is_reported_up_to_there_or_refused_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(page_module, "plotly_source", lambda: "")
+    monkeypatch.setattr("cannikin.cli.report.plotly_source", lambda: "")
+    whole = (write(run(num_windows=4), tmp_path / "whole") / "runlog.jsonl").read_bytes()
+    first = whole.index(b"\n") + 1
+    cut = tmp_path / "cut.jsonl"
+    out = tmp_path / "page.html"
+    for size in [*range(0, len(whole), 97), first - 1, first, len(whole) - 1]:
+        cut.write_bytes(whole[:size])
+        done = report(cut, "--out", out)
+        if size < first:
+            one_line(done)
+        else:
+            assert done.exit_code == 0, (size, done.output)
+            assert "still running or was killed: the log ends" in out.read_text(), size

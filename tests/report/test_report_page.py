@@ -1,0 +1,192 @@
+"""The words of a report and its HTML, without a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from made_up_runs import HOSTILE, header, plan, run, window
+
+from cannikin.report.by_rank import step_timeline, utilisation
+from cannikin.report.charts import run_charts
+from cannikin.report.compare import Target, compare_headline, reached
+from cannikin.report.figure import Figure, Missing
+from cannikin.report.gather import gather
+from cannikin.report.page import make_page
+from cannikin.report.sections import comparison, run_section
+from cannikin.report.words import headline
+from cannikin.runlog import EventRecord
+
+
+def page_of(*runs, target=None):
+    found = [gather(records, f"run {place}") for place, records in enumerate(runs)]
+    if len(found) == 1:
+        return make_page("one", [run_section(found[0], "one")], "")
+    return make_page(
+        "many", [comparison(found, target, "many"), *(run_section(each, each.name, folded=True) for each in found)], ""
+    )
+
+
+def figures_in(page):
+    return json.loads(re.search(r'id="figures">(.*?)</script>', page, re.DOTALL)[1])
+
+
+# Words
+
+
+def test_the_headline_says_what_ran_how_it_went_and_how_it_ended():
+    said = " ".join(headline(gather(run())))
+    for part in (
+        "Made up (1,000 parameters) trained on 3 ranks: 3 x made up",
+        "120 steps",
+        "split 24, 16, 8",
+        "3.3% off",
+        "its own first windows, which had 3 x 16",
+        "The run ended as it should, at step 120.",
+    ):
+        assert part in said
+
+
+def test_the_bottleneck_is_named_where_others_wait_for_it():
+    assert "Rank 0 (made up) is the bottleneck" in " ".join(headline(gather([header(), window(0, (24, 16, 8))])))
+    assert "in balance" in " ".join(headline(gather([header(), window(0, (16, 16, 16))])))
+
+
+def test_communication_is_named_where_it_takes_longer_than_computing():
+    slow_link = window(0, done_ms=(90.0, 90.0, 90.0), wait_ms=(0.0, 0.0, 0.0))
+    assert "Communication is the bottleneck" in " ".join(headline(gather([header(), slow_link])))
+
+
+@pytest.mark.parametrize("records", [[header()], [header(1), window(0, (16,))], run(ends=False)[:-1]])
+def test_a_run_that_did_not_say_that_it_ended_is_running_or_was_killed(records):
+    found = gather(records)
+    assert headline(found)[-1] == f"The run is still running or was killed: the log ends at step {found.last_step}."
+
+
+# Figures
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 8, 9, 64, 200])
+def test_every_figure_has_data_words_and_units_for_any_number_of_ranks(num_ranks):
+    found = gather(run(num_ranks=num_ranks))
+    figures = [
+        step_timeline(found),
+        utilisation(found),
+        *(each for group in run_charts(found).values() for each in group),
+    ]
+    for figure in figures:
+        assert isinstance(figure, Figure), figure
+        assert figure.title
+        assert figure.caption.endswith(".")
+        for side in ("xaxis", "yaxis"):
+            assert re.search(r"\(.+\)$", figure.layout[side]["title"]["text"]), figure.name
+        for view in figure.views:
+            assert view.traces
+            assert all(len(trace["x"]) for trace in view.traces)
+        assert figure.height <= 2000
+
+
+def test_a_log_with_a_header_alone_says_so_instead_of_drawing():
+    found = gather([header()])
+    figures = [
+        step_timeline(found),
+        utilisation(found),
+        *(each for group in run_charts(found).values() for each in group),
+    ]
+    assert all(isinstance(figure, Missing) and figure.reason.endswith(".") for figure in figures)
+    assert figures_in(page_of([header()])) == {}
+
+
+def test_a_log_of_many_windows_keeps_its_peak_and_draws_few_points():
+    records = [header(), *(window(10 * place, step_ms=9e4 if place == 4321 else 30.0) for place in range(9000))]
+    drawn = next(f for group in run_charts(gather(records)).values() for f in group if f.name == "predicted")
+    measured = drawn.views[0].traces[0]["y"]
+    assert max(measured) == 9e4
+    assert len(measured) < 2000
+
+
+def test_the_goodput_of_every_plan_is_a_view_with_the_chosen_total_marked():
+    drawn = next(f for group in run_charts(gather(run())).values() for f in group if f.name == "goodput")
+    assert len(drawn.views) == 12
+    curve, chosen = drawn.views[0].traces
+    assert curve["x"] == [24, 48, 96]  # what the ranks cannot hold has no goodput
+    assert (chosen["x"], chosen["y"]) == ([48], [910])
+
+
+def test_plans_that_compared_nothing_get_a_sentence():
+    silent = plan(10, candidate_totals=(), candidate_goodputs=())
+    drawn = next(
+        f for group in run_charts(gather([header(), window(0), silent])).values() for f in group if f.name == "goodput"
+    )
+    assert "do not say what was compared" in drawn.reason
+
+
+def test_a_run_resumed_on_other_numbers_of_ranks_is_drawn_throughout():
+    records = [
+        header(3),
+        window(0),
+        window(10),
+        header(2, first_step=10),
+        window(10, (30, 18)),
+        header(5, first_step=20),
+    ]
+    page = page_of(records)
+    assert "It was resumed 2 times." in page
+    assert "1 window was done again" in page
+    assert len(figures_in(page)["s0-split"]["views"][0]["traces"]) == 3
+
+
+def test_a_log_without_times_of_day_is_drawn_over_steps_and_says_what_it_cannot_draw():
+    timeless = [header(), window(0, elapsed_ms=None), EventRecord(step=5, kind="eval", data={"score": 1.0})]
+    page = page_of(timeless)
+    assert "s0-split" in figures_in(page)
+    assert "does not say when it was evaluated" in page
+    assert "do not say when they evaluated" in page_of(timeless, timeless, target=Target(metric="score", value=0.5))
+
+
+# Several runs
+
+
+def evaluated(*values):
+    events = [
+        EventRecord(step=10 * place, kind="eval", data={"score": value}, elapsed_ms=1000.0 * (place + 1))
+        for place, value in enumerate(values)
+    ]
+    return [header(), *events]
+
+
+@pytest.mark.parametrize(("sign", "target"), [(1, 0.8), (-1, -0.8)])
+def test_the_first_to_reach_the_target_is_named_whichever_way_is_better(sign, target):
+    runs = [
+        gather(evaluated(*(sign * v for v in row)), name)
+        for name, row in (("slow", (0.1, 0.2, 0.9)), ("fast", (0.2, 0.8)))
+    ]
+    result = reached(runs, Target(metric="score", value=target))
+    assert result.times_ms == (3000.0, 2000.0)
+    assert "fast reached score" in compare_headline(runs, result)[1]
+    assert "1.50 times as long" in compare_headline(runs, result)[1]
+
+
+def test_a_run_that_never_got_there_is_said_not_to_have():
+    runs = [gather(evaluated(0.1, 0.9), "a"), gather(evaluated(0.1, 0.2), "b"), gather([header()], "c")]
+    result = reached(runs, Target(metric="score", value=0.8))
+    assert result.times_ms == (2000.0, None, None)
+    assert compare_headline(runs, result)[-1] == "b, c did not reach it."
+
+
+# HTML
+
+
+def test_names_from_logs_cannot_end_a_script_or_open_an_element():
+    page = page_of(run(text=HOSTILE), run(num_ranks=9, text=HOSTILE), target=Target(metric=HOSTILE, value=0.8))
+    assert page.count("<script") == page.count("</script>") == 3
+    assert "<img" not in page
+    assert figures_in(page)
+
+
+def test_plotly_draws_names_as_they_are():
+    figures = figures_in(page_of(run(text="<b>bold</b>"), run(text="<b>bold</b>")))
+    titles = [figure["layout"]["yaxis"]["title"]["text"] for figure in figures.values()]
+    assert "&lt;b&gt;bold&lt;/b&gt; (as logged)" in titles
+    assert not any("<b>" in title for title in titles)
