@@ -422,6 +422,20 @@ def test_a_single_group_is_compared_with_the_step_before_as_adaptdl_does():
     assert tracker.flags == ("biased",)
 
 
+def test_consecutive_gradients_that_point_apart_say_nothing_about_the_noise():
+    """Weights that overshoot at a high rate: the larger the product's size, the less it is noise."""
+    tracker = NoiseTracker(initial_batch=32)
+    tracker.update_single(32, 3.0, None)
+    for _ in range(10):
+        tracker.update_single(32, 3.0, -0.5)
+    assert math.isnan(tracker.noise_scale)
+    assert tracker.limits == (0.0, math.inf)
+    assert tracker.gain([32, 64, 1024]).tolist() == [1.0, 1.0, 1.0]
+    for _ in range(100):
+        tracker.update_single(32, 3.0, 1.0)
+    assert 0 < tracker.noise_scale < math.inf
+
+
 def test_pairs_of_unequal_steps_are_weighted_by_their_batches():
     rng, tracker = np.random.default_rng(14), NoiseTracker(initial_batch=32)
     before, now = rng.normal(size=(2, 10))

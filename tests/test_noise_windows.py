@@ -62,6 +62,18 @@ def test_one_rank_alone_adapts_its_total_batch_to_its_noise(kind: type[Controlle
     assert totals[1e6] >= 400  # the last step to 512 would gain less than 5%
 
 
+def test_one_rank_alone_goes_back_to_its_initial_batch_where_its_gradients_point_apart() -> None:
+    controller = Controller(Job(num_ranks=1, batch_size=16, max_batch_size=512))
+    assert train(controller, 10, 1e6)[-1].total_batch > 16
+    plan = controller.plan(100)
+    for k in range(10, 30):
+        window = alone(plan, 10, 1e6)
+        controller.observe(replace(window, previous_dot=-100 * window.previous_dot))
+        plan = controller.plan(10 * k + 10)
+    assert plan.total_batch == 16
+    assert "noise scale not known: one rank compares consecutive steps" in plan.reason
+
+
 def test_one_rank_alone_without_products_keeps_its_total_batch() -> None:
     controller = Controller(Job(num_ranks=1, batch_size=16, max_batch_size=512))
     plan = controller.plan(0)

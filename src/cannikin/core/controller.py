@@ -8,6 +8,7 @@ the noise estimate are left in peace.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -207,8 +208,12 @@ class Controller:
         grid = total_grid(self.job.batch_size, self.job.largest_total)
         grid = np.unique(np.append(grid[grid <= _GROWTH * now], now))
         self.choice = choice = choose_total(grid, solver.step_times(grid), self.noise.efficiency(grid), now)
-        biased = " (biased: one rank compares consecutive steps)" if "biased" in self.noise.flags else ""
-        return choice.total_batch, [f"{choice.reason}, noise scale {self.noise.noise_scale:.0f}{biased}"]
+        noise_scale = f"{self.noise.noise_scale:.0f}"
+        if "biased" in self.noise.flags:
+            noise_scale += " (biased: one rank compares consecutive steps)"
+        if math.isnan(self.noise.noise_scale):
+            noise_scale = "not known: one rank compares consecutive steps, and at this learning rate they point apart"
+        return choice.total_batch, [f"{choice.reason}, noise scale {noise_scale}"]
 
     def _observe_excess(self, window: StepWindow, cluster: Cluster | None) -> None:
         """Learn how much longer steps take than the model's, once there is one."""

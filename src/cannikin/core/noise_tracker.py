@@ -148,8 +148,9 @@ class NoiseTracker:
 
             G = g.g'        S = B (X - G)        X = |(b g + b' g') / B|^2        B = b + b'
 
-        With b = b' this is AdaptDL's differencing. The weights moved in between, so `flags` has "biased"; neighbouring
-        estimates share a gradient, so the limits are too narrow. The next `update` starts the averages afresh.
+        With b = b' this is AdaptDL's differencing. The weights moved in between, so `flags` has "biased": at high rates
+        they overshoot and g.g' is negative on average, from which nothing follows (not known). Neighbouring estimates
+        share a gradient, so the limits are too narrow. The next `update` starts the averages afresh.
 
         Args:
             batch: b, samples.
@@ -208,17 +209,22 @@ class NoiseTracker:
 
     @property
     def signal_sqnorm(self) -> float:
-        """G, averaged, then clamped at 0; NaN before any data."""
-        return max(self._averages.signal / self._averages.weight, 0.0) if self._averages.weight else math.nan
+        """G, averaged, then clamped at 0; NaN where it is not known."""
+        return max(self._averages.signal / self._averages.weight, 0.0) if self._is_known else math.nan
 
     @property
     def noise_trace(self) -> float:
-        """S, averaged, then clamped at 0; NaN before any data."""
-        return max(self._averages.noise / self._averages.weight, 0.0) if self._averages.weight else math.nan
+        """S, averaged, then clamped at 0; NaN where it is not known."""
+        return max(self._averages.noise / self._averages.weight, 0.0) if self._is_known else math.nan
+
+    @property
+    def _is_known(self) -> bool:
+        """Not before any data; nor where consecutive gradients point apart, which is a high rate, not noise."""
+        return self._averages.weight > 0 and not (self._steps.paired and self._averages.signal <= 0)
 
     @property
     def noise_scale(self) -> float:
-        """phi = S / G in samples, inf where G is 0; NaN before any data. Beyond about 30 B trust only `limits[0]`."""
+        """phi = S / G in samples, inf where G is 0; NaN where not known. Beyond about 30 B trust only `limits[0]`."""
         return math.inf if self.signal_sqnorm == 0 else self.noise_trace / self.signal_sqnorm
 
     @property
@@ -227,7 +233,7 @@ class NoiseTracker:
 
         Variances come from differences of successive steps on one split: a drift of the truth does not widen them.
         """
-        return self._averages.limits()
+        return self._averages.limits() if self._is_known else (0.0, math.inf)
 
     @overload
     def efficiency(self, total_batch: float) -> float: ...
@@ -236,7 +242,7 @@ class NoiseTracker:
     def efficiency(self, total_batch: Any) -> Any:
         """Progress a sample at total batch B' against B0: (S + B0 G) / (S + B' G), from S and G, never through phi.
 
-        Without data, or without any gradient, the noise counts as 0 and a larger batch promises nothing: B0 / B'.
+        Not known, or without any gradient, the noise counts as 0 and a larger batch promises nothing: B0 / B'.
 
         >>> NoiseTracker(initial_batch=32).efficiency([32, 64]).tolist()
         [1.0, 0.5]
