@@ -111,7 +111,10 @@ def test_it_trains_for_real_and_leaves_run_logs_and_a_summary(tmp_path: Path):
     fast, slow = summary["policies"]["cannikin"]["final_split"]
     assert fast > slow
     assert summary["policies"]["even"]["final_split"] == [24, 24]
-    assert str(tmp_path / "run") in done.stdout
+    assert done.stdout.splitlines()[-1] == f"The report: {tmp_path / 'run' / 'report.html'}"
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "even" in page
+    assert "cannikin" in page
 
 
 def test_the_default_is_all_four():

@@ -120,7 +120,7 @@ def test_without_plotly_one_line_says_how_to_get_it(tmp_path, monkeypatch):
 
 def test_a_log_cut_at_any_byte_is_reported_up_to_there_or_refused_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(page_module, "plotly_source", lambda: "")
-    monkeypatch.setattr("cannikin.cli.report.plotly_source", lambda: "")
+    monkeypatch.setattr("cannikin.report.write.plotly_source", lambda: "")
     whole = (write(run(num_windows=4), tmp_path / "whole") / "runlog.jsonl").read_bytes()
     first = whole.index(b"\n") + 1
     cut = tmp_path / "cut.jsonl"

@@ -12,7 +12,9 @@ from rich.console import Console
 from cannikin.core.planners import POLICIES
 from cannikin.demo.run import SUMMARY_NAME, run_demo
 from cannikin.demo.settings import DEFAULT_POLICIES, SPEEDS, TASKS, check_folder, quick
+from cannikin.errors import CannikinError
 from cannikin.lab.cluster import parse_speeds
+from cannikin.report.write import write_report
 
 __all__ = ["command"]
 
@@ -53,3 +55,8 @@ def command(
     chosen = list(dict.fromkeys(policies)) or list(DEFAULT_POLICIES)
     run_demo(task, policies=chosen, speeds=speeds, data=data, out=out, console=console)
     console.print(f"Run logs and {SUMMARY_NAME}: {out}", highlight=False, soft_wrap=True)
+    try:
+        said = f"The report: {write_report([out])}"
+    except CannikinError as error:
+        said = f"No report: {error}"
+    console.print(said, highlight=False, soft_wrap=True)
