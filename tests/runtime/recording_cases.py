@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from measuring_cases import FORWARD_S, FixedCostNet, Keeping
+from told import collecting_warnings
 from torch import nn
 from torch.utils.data import DataLoader
 from training_cases import Numbered, digits, fail_on_warnings, make_model, one_epoch, take_step
@@ -74,6 +75,23 @@ def resumed_pass(rank: int) -> list[Record]:
     loader.load_state_dict({**loader.state_dict(), "epoch": 1, "position": 18})
     one_epoch(model, optimizer, loader)
     return observer.records
+
+
+def runs_in_one_folder(rank: int, folder: str) -> list[str]:
+    """A pass, the next one by a resumed run, and a run that has nothing to do with either; what was warned of."""
+    states: list[dict[str, Any]] = []
+    for resumes in (False, True, False):
+        model, optimizer = make_model(run_dir=folder)
+        with collecting_warnings() as warned:
+            loader = HeteroDataLoader(Numbered(60), model=model, batch_size=6)
+            if resumes:
+                model.engine.load_state_dict(states[0])
+                loader.load_state_dict(states[1])
+            one_epoch(model, optimizer, loader)
+        model.log(accuracy=0.5)
+        states = [model.engine.state_dict(), loader.state_dict()]
+        model.engine.close()
+    return [each.text for each in warned]
 
 
 def sampler_passes(rank: int) -> list[Record]:

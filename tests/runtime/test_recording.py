@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from functools import partial
@@ -60,6 +61,23 @@ def test_every_pass_says_where_it_begins_and_what_the_loop_has_asked_for(two):
 def test_a_resumed_pass_says_how_much_of_its_epoch_is_done(two):
     (event,) = events(values(two, "resumed")[0], "epoch")
     assert event.data == {"epoch": 1, "position": 18}
+
+
+def test_a_resumed_run_goes_on_in_its_log_and_another_run_sets_that_log_aside(tmp_path):
+    case = partial(cases.runs_in_one_folder, folder=str(tmp_path))
+    warned, none = values(run_ranks(run_cases, 2, {"folder": case}), "folder")
+    assert none == []
+    (text,) = warned
+    assert re.search(r"runlog.jsonl held another run's log, which is now runlog-1.jsonl: .* load its state", text)
+    resumed, alone = read_runlog(tmp_path / "runlog-1.jsonl"), read_runlog(tmp_path)
+    assert [header.first_step for header in resumed.headers] == [0, 10]
+    told = [(event.step, event.kind) for event in resumed.events]
+    assert told == [(0, "epoch"), (10, "eval"), (10, "end"), (10, "resume"), (10, "epoch"), (20, "eval"), (20, "end")]
+    steps = [window.first_step for window in resumed.windows]
+    assert steps == sorted(set(steps)), "no step is told twice"
+    assert all(window.timeline is None or window.timeline.step >= window.first_step for window in resumed.windows)
+    assert len(alone.headers) == 1
+    assert [event.step for event in alone.events] == [0, 10, 10]
 
 
 def test_evaluations_are_written_with_the_steps_taken_before_them(two):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
 import warnings
 import weakref
@@ -18,7 +19,7 @@ from cannikin.errors import RunLogError
 from cannikin.runlog.reader import check_first_line
 from cannikin.runlog.records import FORMAT, EventRecord, Header, Record
 
-__all__ = ["RunLogWriter"]
+__all__ = ["RunLogWriter", "set_aside"]
 
 _BEGINNING = b'{"type":"header","format":"%b"' % FORMAT.encode()
 
@@ -89,6 +90,11 @@ class RunLogWriter:
         if self._closer is not None:
             self._closer()
 
+    @property
+    def holds_earlier_run(self) -> bool:
+        """Whether the log has something in it, and nothing of this run yet."""
+        return self._resumes and not self._begun
+
     def write(self, event: Record, /) -> None:
         """Append one record."""
         if self.closed:
@@ -152,6 +158,12 @@ class RunLogWriter:
         if not self._warned:
             self._warned = True
             warnings.warn(f"{self.path}: {message}", RuntimeWarning, stacklevel=4)
+
+
+def set_aside(path: Path) -> Path:
+    """Give a log that nobody writes the next free name, such as runlog-1.jsonl, and return that."""
+    names = (path.with_stem(f"{path.stem}-{k}") for k in itertools.count(1))
+    return path.rename(next(name for name in names if not name.exists()))
 
 
 def _head(file: int) -> bytes:

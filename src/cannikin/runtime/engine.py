@@ -213,6 +213,7 @@ class Engine:
             self._state.item_sums.pop(entry.step, None)
         self._pass = {"epoch": epoch, "position": position, "step": self.next_step}
         goal = {} if self.goal is None else {"goal": self.goal}
+        self._recorder.start()
         self._recorder.event(self.next_step, "epoch", {"epoch": epoch, "position": position, **goal})
 
     def complete_epoch(self) -> None:
@@ -414,13 +415,15 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """Progress and everything learned, in plain types. Rank 0 has learned it: save there."""
         planner = None if self.coordinator is None else self.coordinator.planner.state_dict()
-        return {"version": 1, "progress": self._progress.settle(), "planner": planner}
+        num_steps = self._queue.num_taken + self._recorder.steps_before
+        return {"version": 1, "progress": self._progress.settle(), "num_steps": num_steps, "planner": planner}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` returned, on every rank, and on another number of them too."""
         if not isinstance(state, dict) or state.get("version") != 1:
             raise StateError("not the state of a cannikin engine of version 1: load what engine.state_dict() returned")
         self._progress.total = float(state["progress"])
+        self._recorder.resume(int(state.get("num_steps", 0)) - self._queue.num_taken)
         self._restored = state["planner"]
         if self.coordinator is not None and self._restored is not None:
             self.coordinator.restore(self._restored)

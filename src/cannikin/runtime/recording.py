@@ -12,6 +12,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -28,8 +29,10 @@ from cannikin.runlog import (
     RankInfo,
     Record,
     RunLogWriter,
+    WindowRecord,
     job_info,
 )
+from cannikin.runlog.writer import set_aside
 from cannikin.runtime.matching import BatchQueue
 from cannikin.runtime.windows import Report
 
@@ -39,16 +42,20 @@ __all__ = ["Recorder", "check_metrics", "end_unless_broken"]
 class Recorder:
     """Writes header, windows, plans and events to every observer; on ranks other than 0 it does nothing.
 
-    Observers get the header first: what is written before there is one, such as an evaluation of the untrained model,
-    waits for it.
+    Observers get the header first, when training starts: what is written before, such as an evaluation of the untrained
+    model, waits for it. By then it is known whether the run goes on from a saved state, and then its log does too, with
+    steps numbered from that state's on. A log of another run in the same folder is set aside under another name.
     """
 
     def __init__(self, observers: Sequence[Observer], run_dir: str | Path | None, *, active: bool) -> None:
         self._observers = list(observers) if active else []
-        self._log = RunLogWriter(Path(run_dir) / RUNLOG_NAME) if run_dir is not None and active else None
-        if self._log is not None:
+        self._log: RunLogWriter | None = None
+        if run_dir is not None and active:
+            self._log = RunLogWriter(Path(run_dir) / RUNLOG_NAME, append=True)
             self._observers.append(self._log)
-        self._waiting: list[Record] | None = []  # for the header
+        self._header: Header | None = None
+        self._waiting: list[Record] | None = []  # for the start
+        self._first_step: int | None = None  # of a run that goes on from a saved state: steps taken before
         self._decisions = Decisions()
         self._start_s = time.perf_counter()
         self._process = os.getpid()
@@ -67,7 +74,7 @@ class Recorder:
         if not self._observers:
             return
         parameters = list(module.parameters())
-        header = Header(
+        self._header = Header(
             cannikin_version=__version__,
             torch_version=str(torch.__version__),
             started=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -78,9 +85,32 @@ class Recorder:
             model=ModelInfo(name=type(module).__name__, num_parameters=sum(p.numel() for p in parameters)),
             precision=str(parameters[0].dtype).removeprefix("torch."),
         )
-        waiting, self._waiting = self._waiting or [], None
-        for record in (header, *waiting):
+
+    def resume(self, num_steps: int) -> None:
+        """The run goes on from a state that was saved after so many steps more than this process has taken."""
+        self._first_step = num_steps
+
+    @property
+    def steps_before(self) -> int:
+        """Steps of the run that an earlier process took."""
+        return self._first_step or 0
+
+    def start(self) -> None:
+        """Training starts: tell the header, and what has waited for it; again is fine."""
+        if self._header is None or self._waiting is None:
+            return
+        if self._log is not None and self._log.holds_earlier_run and self._first_step is None:
+            self._begin_anew(self._log)
+        waiting, self._waiting = self._waiting, None
+        for record in (self._header, *waiting):
             self._write(record)
+
+    def _begin_anew(self, log: RunLogWriter) -> None:
+        log.close()
+        text = f"{log.path} held another run's log, which is now {set_aside(log.path).name}"
+        warnings.warn(f"{text}: to go on with that run, load its state", RuntimeWarning, stacklevel=5)
+        self._log = RunLogWriter(log.path)
+        self._observers[self._observers.index(log)] = self._log
 
     def decided(
         self,
@@ -121,6 +151,7 @@ class Recorder:
         """The run ended as it should: say so, and write nothing more; again is fine."""
         if os.getpid() != self._process:
             return  # a fork, such as a worker of a loader, that exits
+        self.start()
         if self._waiting is None:
             self.event(step, "end", {})
         self._observers = []
@@ -132,6 +163,7 @@ class Recorder:
         if self._waiting is not None:
             self._waiting.append(record)
             return
+        record = _moved(record, self.steps_before)
         for observer in list(self._observers):
             try:
                 observer.write(record)
@@ -140,6 +172,18 @@ class Recorder:
                 kind = type(observer).__name__
                 text = f"observer {kind} failed and is left out from now on ({type(error).__name__}: {error})"
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+def _moved(record: Record, num_steps: int) -> Record:
+    """The record with its steps counted from so many steps earlier."""
+    if not num_steps:
+        return record
+    names = ("step", "first_step")
+    changes: dict[str, Any] = {name: getattr(record, name) + num_steps for name in names if hasattr(record, name)}
+    if isinstance(record, WindowRecord) and record.timeline is not None:
+        step = record.timeline.step + num_steps
+        changes["timeline"] = msgspec.structs.replace(record.timeline, step=step)
+    return msgspec.structs.replace(record, **changes)
 
 
 def end_unless_broken(recorder: Recorder, queue: BatchQueue) -> None:
