@@ -249,6 +249,29 @@ def epochs_of_an_attached_model(rank: int) -> list[int]:
     return counts
 
 
+def statistics_of_an_attached_model(rank: int) -> list[float]:
+    """BatchNorm's running means after ten steps on data whose mean is the rank's number, as 18 and 6 samples."""
+    net = nn.Sequential(nn.BatchNorm1d(1, momentum=0.5), nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    ddp = nn.parallel.DistributedDataParallel(net)
+    engine = attach(ddp, optimizer, policy="even")
+    loader = HeteroDataLoader(Numbered(240), model=engine, batch_size=24, local_batches=[18, 6])
+    for features, _, _ in loader:
+        optimizer.zero_grad()
+        ddp(torch.full((len(features), 1), float(rank))).sum().backward()
+        optimizer.step()
+    return net[0].running_mean.tolist()
+
+
+def numbers_of_resumed_passes(rank: int) -> list[int]:
+    """What `epochs` yields after a resume at the second of four passes."""
+    model, optimizer = make_model()
+    loader = HeteroDataLoader(Numbered(24), model=model, batch_size=6)
+    model.engine.load_state_dict({**model.engine.state_dict(), "progress": 4.0})
+    loader.load_state_dict({**loader.state_dict(), "epoch": 1})
+    return [(epoch, one_epoch(model, optimizer, loader))[0] for epoch in model.epochs(4)]
+
+
 def profiles_of_a_policy_without(rank: int, path: str) -> list[Warned]:
     model, _ = make_model(policy="even", profiles=path)
     with collecting_warnings() as warned:

@@ -38,6 +38,8 @@ CASES = {
     "attached": cases.attached_policy,
     "profiles": partial(cases.profiles_of_a_policy_without, path="profiles-of-nobody.json"),
     "attached, by epochs": cases.epochs_of_an_attached_model,
+    "attached, statistics": cases.statistics_of_an_attached_model,
+    "resumed passes": cases.numbers_of_resumed_passes,
 }
 
 
@@ -174,6 +176,16 @@ def test_the_environment_chooses_the_policy_of_an_attached_model_too(told):
 
 def test_a_schedule_of_epochs_follows_an_attached_model(told):
     assert values(told, "attached, by epochs") == [[1, 2], [1, 2]]
+
+
+def test_batch_norms_statistics_of_an_attached_model_are_the_weighted_mean_over_ranks(told):
+    (one,), (other,) = values(told, "attached, statistics")
+    assert one == other
+    assert one == pytest.approx(0.25, abs=0.02), "with rank 0's broadcast at every forward it would be 0.125"
+
+
+def test_resumed_passes_keep_their_numbers(told):
+    assert values(told, "resumed passes") == [[1, 2, 3], [1, 2, 3]]
 
 
 def test_profiles_under_a_policy_that_learns_none_are_ignored_with_a_word(told):

@@ -67,6 +67,7 @@ class Engine:
         self.lr_rule, self.lr_reason = choose_rule(lr_rule, optimizer, warmup_steps)
         self.has_batch_norm = has_batch_norm(ddp.module)
         self.coordinator: Coordinator | None = None
+        self.source: BatchSource | None = None  # the loader
         self.goal: float | None = None  # passes of progress that the loop has asked for (`epochs`)
         self._device = device = next(ddp.parameters()).device
         self._ddp = ddp
@@ -170,7 +171,7 @@ class Engine:
         self.coordinator.agree()
         if self.world_size == 1 and job.largest_total > job.batch_size:
             self._state.previous = {}
-        self._item_count = source.item_count
+        self._item_count, self.source = source.item_count, source
         self._recorder.begin(job, policy, self._ddp.module, self._ranks)
 
     def _decided(self, decision: Decision, report: Report | None) -> None:
@@ -489,9 +490,14 @@ class Engine:
 def attach(ddp: torch.nn.parallel.DistributedDataParallel, optimizer: torch.optim.Optimizer, **keywords: Any) -> Engine:
     """Make an existing DDP module adaptive, for instance one that a framework built.
 
+    With BatchNorm in it, DDP's broadcast of rank 0's buffers is switched off: they become the weighted mean over ranks.
+
     Args:
         ddp: the module, before its first training step and without a communication hook of its own.
         optimizer: the one that steps its parameters.
         **keywords: as for `HeteroDataParallel`, without DDP's own.
     """
-    return Engine(ddp, optimizer, **keywords)
+    engine = Engine(ddp, optimizer, **keywords)
+    if engine.has_batch_norm:
+        ddp.broadcast_buffers = False
+    return engine

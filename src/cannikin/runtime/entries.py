@@ -87,3 +87,7 @@ class BatchSource(Protocol):
         """Batches whose indices may be cut before the batch in training was yielded."""
 
     item_count: Callable[[object], float] | None
+
+    @property
+    def epoch(self) -> int:
+        """The epoch underway; between passes the one that the next `iter()` begins."""

@@ -137,21 +137,19 @@ class HeteroDataParallel(DistributedDataParallel):
         return self.engine.progress
 
     def epochs(self, num_epochs: float) -> Iterator[int]:
-        """Pass over the data until progress equals `num_epochs` passes at the initial batch; yields 0, 1, 2, ...
+        """Pass over the data until progress equals `num_epochs` passes at the initial batch; yields the pass's number.
 
         A pass at a larger batch makes less progress, so there may be more passes than `num_epochs`; `range(num_epochs)`
         gives that many passes whatever they are worth.
         """
-        coordinator = self.engine.coordinator
-        if coordinator is None or coordinator.job.num_samples is None:
+        coordinator, source = self.engine.coordinator, self.engine.source
+        if coordinator is None or source is None or coordinator.job.num_samples is None:
             raise InvalidInputError("epochs() needs a HeteroDataLoader of known length: build it first, or use range()")
         goal = num_epochs * coordinator.job.num_samples / coordinator.job.batch_size
         self.engine.goal = float(num_epochs)
         try:
-            for epoch in itertools.count():
-                if self.progress >= goal - 0.5:  # a last step that is half done would cost a whole pass
-                    return
-                yield epoch
+            while self.progress < goal - 0.5:  # a last step that is half done would cost a whole pass
+                yield source.epoch
         finally:
             self.engine.goal = None
 
