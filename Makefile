@@ -5,7 +5,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test lint format bench examples clean
+.PHONY: demo test lint format bench docs figures examples clean
 .DEFAULT_GOAL := demo
 
 demo: $(READY)
@@ -26,6 +26,15 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks $(ONLY)
 
+# The site, in site/; warnings are errors. The variable silences an announcement of mkdocs' successor.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "Built: site/index.html"
+
+# The drawings in docs/assets, from the run logs of simulated runs.
+figures: $(READY)
+	$(BIN)/python scripts/docs_figures.py
+
 # constraints.txt pins what was tested, torch 2.13.0 among it. Where the index has a CPU build of that version pip takes
 # it; elsewhere torch comes with its CUDA packages, several gigabytes.
 $(READY): constraints.txt pyproject.toml
@@ -33,7 +42,7 @@ $(READY): constraints.txt pyproject.toml
 	  { echo "cannikin needs Python 3.11 or later; say which with: make PYTHON=python3.11"; exit 1; }
 	@echo "Setting up $(VENV): a minute or two"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[torch,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[torch,dev,docs]'
 	touch $@
 
 # Each example at its reduced size, on real data: make examples DATA=folder
@@ -43,4 +52,4 @@ examples: $(READY)
 	    examples/$$name.py --data $(DATA) --quick || exit 1; done
 
 clean:
-	rm -rf $(VENV) .bench .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site .bench .mypy_cache .pytest_cache .ruff_cache .hypothesis

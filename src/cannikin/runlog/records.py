@@ -113,7 +113,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
         local_batches: b_i, [n].
         before_ms: a_i, optimizer step and forward, [n].
         ready_ms, done_ms: moments each bucket was ready and its all-reduce done, after the rank's own start of
-            backward, [n][J]. Ranks' clocks differ: line them up by the end of the last all-reduce.
+            backward, [n, J]. Ranks' clocks differ: line them up by the end of the last all-reduce.
         bucket_bytes: what each bucket's all-reduce carries, [J]; () where not known, or as the header says.
     """
 

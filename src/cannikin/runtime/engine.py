@@ -23,7 +23,7 @@ from cannikin.runtime.buffers import RunningStatistics
 from cannikin.runtime.coordinator import Coordinator
 from cannikin.runtime.cutting import whole_number
 from cannikin.runtime.entries import BatchEntry, BatchSource
-from cannikin.runtime.exchange import Exchange
+from cannikin.runtime.exchange import Exchange, pause_at_exit
 from cannikin.runtime.hook import HookState, share_of, weighted_hook
 from cannikin.runtime.matching import BatchQueue, Part, check_size
 from cannikin.runtime.memory import CudaMemory, MemoryGauge, advise_when_uncaught, is_out_of_memory
@@ -101,6 +101,7 @@ class Engine:
         self._register(ddp, optimizer, comm_wrapper)
         weakref.finalize(self, end_unless_broken, self._recorder, self._queue)
         advise_when_uncaught(self)
+        pause_at_exit()
 
     def _register(self, ddp: Any, optimizer: torch.optim.Optimizer, comm_wrapper: Any) -> None:
         hook = weighted_hook if comm_wrapper is None else comm_wrapper(weighted_hook)
@@ -388,7 +389,23 @@ class Engine:
 
     # The optimizer.
 
-    def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_optimizer(
+        self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._begin_update(optimizer)
+            return None
+
+        def train_and_begin_update() -> Any:
+            # Lightning trains in here: the update begins once it is done.
+            loss = closure()
+            self._begin_update(optimizer)
+            return loss
+
+        return (args[0], train_and_begin_update, *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}
+
+    def _begin_update(self, optimizer: torch.optim.Optimizer) -> None:
         step = self._state.step
         if self._state.unmatched and self.coordinator is not None:
             self._state.unmatched = False
@@ -497,6 +514,11 @@ def attach(ddp: torch.nn.parallel.DistributedDataParallel, optimizer: torch.opti
         optimizer: the one that steps its parameters.
         **keywords: as for `HeteroDataParallel`, without DDP's own.
     """
+    if not isinstance(ddp, torch.nn.parallel.DistributedDataParallel):
+        raise InvalidInputError(
+            f"attach() got a {type(ddp).__name__}, not a DistributedDataParallel: wrap the module first; a framework "
+            "does so once it runs on several processes, for instance under torchrun"
+        )
     engine = Engine(ddp, optimizer, **keywords)
     if engine.has_batch_norm:
         ddp.broadcast_buffers = False
