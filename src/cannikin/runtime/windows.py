@@ -58,7 +58,13 @@ def start_reading(steps: list[StepInProgress]) -> HostCopy:
     num_buckets = max(1, *(len(kind) for kind in kinds))
     nothing = torch.zeros((), dtype=dtype, device=device)
     cells = [norm.to(dtype) for kind in kinds for norm in [*kind, *[nothing] * (num_buckets - len(kind))]]
-    norms = torch.stack(cells).view(len(steps), _READ, num_buckets).sum(-1).nan_to_num(torch.inf, torch.inf).double()
+    norms = (
+        torch.stack(cells)
+        .view(len(steps), _READ, num_buckets)
+        .sum(-1)
+        .double()
+        .nan_to_num(torch.inf, torch.inf, torch.inf)
+    )
     if scaled:
         one = torch.ones((), device=device)
         scale, after = (
