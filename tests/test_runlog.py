@@ -526,3 +526,33 @@ def test_no_file_stays_open_when_reader_or_writer_is_forgotten(written):
         RunLogWriter(written, append=True)
         RunLogReader(written)
     assert num_open() == before
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
+def test_what_is_no_ordinary_file_is_refused_at_once(path, make):
+    make(path)
+    with pytest.raises(RunLogError, match="cannot be read"):
+        RunLogReader(path)
+
+
+def test_two_models_of_one_process_never_mix_their_logs(path):
+    with RunLogWriter(path, append=True) as first, RunLogWriter(path, append=True) as second:
+        first.write(HEADER)
+        with pytest.warns(RuntimeWarning, match="another model of this process writes it; give each its own run_dir"):
+            second.write(HEADER)
+        second.write(EventRecord(step=1, kind="note"))
+        first.write(EventRecord(step=2, kind="note"))
+    log = read_runlog(path)
+    assert len(log.headers) == 1
+    assert [event.step for event in log.events] == [2]
+
+
+def test_a_reader_knows_when_another_file_took_the_place_of_its_own(written):
+    with RunLogReader(written) as reader:
+        reader.poll()
+        assert not reader.replaced
+        written.rename(written.with_name("aside"))
+        assert not reader.replaced  # nothing took its place
+        written.write_bytes(b"")
+        assert reader.replaced

@@ -307,6 +307,8 @@ def test_a_rank_under_torchrun_is_told_where_it_meets_the_others():
         ({"RANK": "one"}, True, "is no rank"),
         ({"MASTER_ADDR": ""}, None, "MASTER_ADDR is not"),
         ({"MASTER_PORT": ""}, True, "MASTER_PORT is not"),
+        ({"MASTER_PORT": "http"}, True, "MASTER_PORT=http is no port"),
+        ({"MASTER_PORT": "70000"}, True, "MASTER_PORT=70000 is no port"),
         ({}, False, "leads to no address"),
     ],
 )

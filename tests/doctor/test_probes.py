@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import stat
 import sys
 import time
@@ -9,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from cannikin.doctor import gpus, host
+from cannikin.doctor import gpus, host, loopback
 from cannikin.doctor.asking import ask, ask_all, within
-from cannikin.doctor.facts import GpuProcess, Interface
+from cannikin.doctor.facts import Facts, GpuProcess, Interface
 from cannikin.doctor.gather import relevant_environment
 
 # Asking
@@ -197,3 +199,22 @@ def test_mps_is_seen_by_its_process(tmp_path):
 
 def test_no_secret_is_written_down():
     assert relevant_environment({"TOKEN": "x", "SLURM_JOB_ID": "1", "SLURM_PASSWORD": "y"}) == {"SLURM_JOB_ID": "1"}
+
+
+def test_variables_are_text_whatever_bytes_they_hold():
+    found = relevant_environment({"MASTER_ADDR": os.fsdecode(b"host\xff")})
+    assert found == {"MASTER_ADDR": "host\ufffd"}
+
+
+def test_a_number_of_any_length_is_no_count():
+    assert Facts(environment={"RANK": "9" * 5000}).count("RANK") is None
+
+
+def test_without_a_folder_for_temporary_files_commands_answer_and_the_all_reduce_says_why_not(monkeypatch):
+    def refuse(*args, **keywords):
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    monkeypatch.setattr("tempfile.TemporaryDirectory", refuse)
+    assert ask([sys.executable, "-c", "print('hello')"], limit_s=30).text == "hello\n"
+    assert "temporary" in (loopback.measure().problem or "")

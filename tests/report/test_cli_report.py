@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 import pytest
 from click.testing import CliRunner
-from made_up_runs import header, run, write
+from made_up_runs import header, run, window, write
 
 from cannikin.cli import main
 from cannikin.report import page as page_module
+from cannikin.runlog import NoiseRecord, Timeline
 
 pytest.importorskip("plotly", reason="needs plotly: pip install 'cannikin[report]'")
 
@@ -113,6 +115,24 @@ def _with_huge_number(folder):
     return log
 
 
+@pytest.mark.parametrize(
+    ("verb", "name", "value"),
+    [
+        (["report"], "first_step", 10),
+        (["report"], "candidate_totals", "[24"),
+        (["trace"], "num_steps", 10),
+        (["watch", "--once"], "num_parameters", 1000),
+    ],
+    ids=["report", "report of plans", "trace", "watch"],
+)
+def test_a_number_too_large_for_any_verb_is_one_line(tmp_path, verb, name, value):
+    log = write(run(), tmp_path / "mine") / "runlog.jsonl"
+    bracket = "[" * str(value).count("[")
+    log.write_text(log.read_text().replace(f'"{name}":{value},', f'"{name}":{bracket}1{"0" * 400},'))
+    done = CliRunner().invoke(main, [*verb, str(log)])
+    assert "holds a number too large" in one_line(done)
+
+
 def test_without_plotly_one_line_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly", None)
     assert "pip install 'cannikin[report]'" in one_line(report(write(run(), tmp_path / "run")))
@@ -133,3 +153,48 @@ def test_a_log_cut_at_any_byte_is_reported_up_to_there_or_refused_in_one_line(tm
         else:
             assert done.exit_code == 0, (size, done.output)
             assert "still running or was killed: the log ends" in out.read_text(), size
+
+
+@pytest.mark.parametrize("name", ["runlog.jsonl", "link"])
+def test_a_page_never_takes_the_place_of_the_log(tmp_path, name):
+    folder = write(run(), tmp_path / "mine")
+    (folder / "link").hardlink_to(folder / "runlog.jsonl")
+    before = (folder / "runlog.jsonl").read_bytes()
+    done = report(folder, "--out", folder / name)
+    assert done.exit_code == 2
+    assert "not to be overwritten" in done.output
+    assert (folder / "runlog.jsonl").read_bytes() == before
+
+
+def test_a_folder_whose_name_is_no_text_is_shown_by_what_can_be_read_of_it(tmp_path):
+    try:
+        folder = write(run(), tmp_path / os.fsdecode(b"mine\xff"))
+    except OSError:
+        pytest.skip("this file system takes no such name")
+    assert report(folder).exit_code == 0
+    assert "Run mine\ufffd" in (folder / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "circle"], ids=["too long", "a circle of links"])
+def test_a_path_that_leads_nowhere_is_bad_input(tmp_path, name):
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    done = report(tmp_path / name)
+    assert done.exit_code == 2
+    assert "cannot be read" in done.output
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"total_batch": 0},
+        {"total_batch": -5, "step_ms": -1.0},
+        {"before_ms": (1e308,) * 3},
+        {"noise": NoiseRecord(noise_scale=5e-324, low=1e-320, high=1.7e308)},
+        {"timeline": Timeline(step=3, local_batches=(1,), before_ms=(0.0,), ready_ms=((0.0,),), done_ms=((0.0,),))},
+    ],
+    ids=["no samples", "negative", "beyond any time", "beyond any scale", "a step of no time"],
+)
+def test_numbers_that_cannot_be_are_no_error(tmp_path, changes):
+    folder = write([header(), window(0, **changes), window(10, **changes)], tmp_path / "mine")
+    done = report(folder)
+    assert (done.exit_code, done.exception) == (0, None)

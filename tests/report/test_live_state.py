@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from live_records import HEADER, event, header, plan, run, window
 
+from cannikin.report.live_lines import clock, sparkline, stacked
 from cannikin.report.live_state import LiveState
 from cannikin.report.rank_times import rank_times
 from cannikin.runlog import JobInfo, NoiseRecord
@@ -142,3 +143,24 @@ def test_a_resumed_run_begins_again_at_its_own_step():
     assert state.end is None
     assert state.window is None
     assert not state.points
+
+
+# Damaged logs
+
+
+@pytest.mark.parametrize(
+    ("values", "drawn"),
+    [([1.7e308, -1.7e308], "▁▁"), ([-5.0, -5.0], "▁▁"), ([0.0, 1e308], "▁█")],
+    ids=["beyond any span", "below zero", "large"],
+)
+def test_a_sparkline_takes_any_numbers(values, drawn):
+    assert sparkline(values, 2) == drawn
+
+
+@pytest.mark.parametrize("seconds", [-5.0, 1.7e308, float("inf"), float("nan")])
+def test_a_time_that_is_none_has_a_few_characters_too(seconds):
+    assert len(clock(seconds)) < 16
+
+
+def test_shares_of_what_took_no_time_or_any_have_no_cells():
+    assert stacked([float("nan"), 1.0], 4) == stacked([1.7e308, 1.7e308], 4) == [0, 0]

@@ -9,13 +9,14 @@ import sys
 import pytest
 from live_records import END, HEADER, Clock, event, header, plan, run, window
 from live_screen import PtyProgram, Terminal
+from rich.cells import cell_len
 from rich.console import Console
 
 import cannikin
 from cannikin.report.live import LiveView
 from cannikin.report.live_panel import LivePanel, status_line
 from cannikin.report.live_state import LiveState
-from cannikin.runlog import JobInfo, NoiseRecord
+from cannikin.runlog import JobInfo, ModelInfo, NoiseRecord
 
 
 def state_after(records):
@@ -68,6 +69,24 @@ def test_every_line_is_as_wide_as_the_terminal(width, num_ranks):
     drawn = console.render_lines(LivePanel(state_after([header(devices), window(0, batches), long])), pad=False)
     assert {sum(segment.cell_length for segment in line) for line in drawn} == {width}
     assert len(drawn) <= 24
+
+
+@pytest.mark.parametrize("width", [24, 40, 80])
+@pytest.mark.parametrize("name", ["Net", "模型" * 9])
+def test_the_title_is_cut_to_the_width_also_where_letters_are_wide(width, name):
+    state = state_after([header(model=ModelInfo(name=name)), window(123_456, elapsed_ms=1e9)])
+    console = Console(width=width, height=40, file=io.StringIO())
+    console.print(LivePanel(state, "silent for 1:02:03"), end="")
+    lines = console.file.getvalue().splitlines()
+    assert {cell_len(line) for line in lines} == {width}
+    assert lines[0].endswith("─╮")
+
+
+@pytest.mark.parametrize("batches", [(1, 0), (0, 0)])
+def test_a_rank_that_only_pads_has_no_time_a_sample(batches):
+    text = panel([header(), window(0, batches)], width=120)
+    assert "slow gpu" in text
+    assert "slowest" not in text
 
 
 def test_many_ranks_are_put_together_by_device_and_the_slowest_is_named():

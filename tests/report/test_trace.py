@@ -445,3 +445,8 @@ except SystemExit as end:
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)
+
+
+def test_a_header_that_tells_of_ranks_without_number_names_only_so_many():
+    events = list(trace_events([msgspec.structs.replace(HEADER, world_size=10**12)]))
+    assert 2 * 1_000 < len(events) < 10**6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from live_records import END, HEADER, Clock, header, run, window
+from live_records import END, HEADER, Clock, event, header, run, window
 from live_screen import PtyProgram
 
 from cannikin.cli import main
@@ -147,3 +148,33 @@ def test_a_run_that_says_nothing_for_long_is_noted(tmp_path):
     followed.state.take(END)
     assert followed.note == ""
     followed.close()
+
+
+@pytest.mark.parametrize("way", ["set aside", "begun again in its place"])
+def test_a_log_that_takes_the_place_of_another_is_followed_instead(tmp_path, way):
+    path = write_log(tmp_path, run(9)) / "runlog.jsonl"
+    followed = FollowedRun(tmp_path)
+    followed.poll()
+    if way == "set aside":
+        path.rename(tmp_path / "runlog-1.jsonl")
+        assert not followed.poll()
+        assert followed.state.step == 90  # nothing is there yet
+        write_log(tmp_path, run(2))
+    else:
+        os.truncate(path, 0)
+        with RunLogWriter(path) as log:
+            for record in run(2):
+                log.write(record)
+    assert followed.poll()
+    assert followed.state.step == 20
+    followed.close()
+
+
+def test_what_the_output_cannot_hold_is_a_question_mark(tmp_path):
+    write_log(tmp_path, [*run(2), event(20, "eval", précision=0.5)])
+    command = [sys.executable, "-m", "cannikin", "watch", "--once", str(tmp_path)]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii", "COLUMNS": "80"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "pr?cision 0.5" in done.stdout
+    assert {len(line) for line in done.stdout.splitlines()} == {80}

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import subprocess
 import sys
+import warnings
 from functools import partial
 
 import pytest
 import recording_cases as cases
+import torch
 from ranks import run_ranks
 from recording_cases import NO_NUMBERS
 from told import run_cases, values
 
-from cannikin.runlog import EventRecord, Header, PlanRecord, WindowRecord, read_runlog
+from cannikin.core.records import Job
+from cannikin.runlog import EventRecord, Header, PlanRecord, RankInfo, WindowRecord, read_runlog
+from cannikin.runtime.recording import Recorder
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -275,3 +280,38 @@ def test_a_run_says_that_it_ended_unless_it_was_broken_off(ended, way):
 
 def test_a_run_that_never_began_says_nothing(ended):
     assert (ended / "without a loader" / "runlog.jsonl").read_bytes() == b""
+
+
+# A log of another run in the way
+
+
+def begun(run_dir):
+    recorder = Recorder([], run_dir, active=True)
+    recorder.begin(Job(num_ranks=1, batch_size=4), "even", torch.nn.Linear(1, 1), [RankInfo()])
+    return recorder
+
+
+def test_a_log_that_cannot_be_set_aside_costs_the_log_and_not_the_training(tmp_path, monkeypatch):
+    begun(tmp_path).end(0)
+    before = (tmp_path / "runlog.jsonl").read_bytes()
+
+    def refuse(self, target):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("pathlib.Path.rename", refuse)
+    recorder = begun(tmp_path)
+    with pytest.warns(RuntimeWarning, match="cannot be set aside, so this run writes none"):
+        recorder.start()
+    recorder.end(0)
+    assert (tmp_path / "runlog.jsonl").read_bytes() == before
+
+
+def test_the_new_log_is_begun_also_where_warnings_are_errors(tmp_path):
+    begun(tmp_path).end(0)
+    recorder = begun(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning, match=r"which is now runlog-1\.jsonl"):
+            recorder.start()
+    recorder.end(7)
+    assert [event.step for event in read_runlog(tmp_path).events] == [7]

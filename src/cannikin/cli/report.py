@@ -39,4 +39,4 @@ def command(paths: tuple[Path, ...], out: Path | None, target: Target | None) ->
     shown side by side. A run may still be going on, or have been killed: the page says where its log ends. The page is
     report.html in the run's directory, in the folder of runs, or, where several were named, in this folder.
     """
-    click.echo(f"The report: {write_report(paths, out, target)}")
+    click.echo(f"The report: {click.format_filename(write_report(paths, out, target))}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import IO
 import click
 
 from cannikin.errors import InvalidInputError
+from cannikin.report.gather import numbers_only
 from cannikin.report.trace import Event, keep_timelines, trace_events
 from cannikin.report.trace_steps import choose_steps, contents, parse_steps
 from cannikin.runlog import RunLogReader
@@ -40,7 +42,7 @@ def command(run: Path, steps: str | None, out: str | None) -> None:
     are there for the whole run.
     """
     asked = None if steps is None else parse_steps(steps)
-    with RunLogReader(run) as reader:
+    with RunLogReader(run) as reader, numbers_only(reader.path):
         log = contents(reader.records())
     if log is None:
         raise InvalidInputError(f"{reader.path}: has no measured steps yet: the run ends before its first window does")
@@ -50,19 +52,19 @@ def command(run: Path, steps: str | None, out: str | None) -> None:
         raise InvalidInputError(f"{reader.path}: {error}") from None
     for note in choice.notes:
         click.echo(f"cannikin: {note}", err=True)
-    with RunLogReader(run) as reader:
+    with RunLogReader(run) as reader, numbers_only(reader.path):
         chosen = keep_timelines(reader.records(), frozenset(choice.steps))
         events = trace_events(chosen, stride=-(-log.num_windows // _MOST_WINDOWS))
         if out == "-":
             _write(events, sys.stdout)
             return
         path = reader.path.with_name("trace.json") if out is None else Path(out)
-        if path.resolve() == reader.path.resolve():
+        if os.path.exists(path) and os.path.samefile(path, reader.path):
             raise InvalidInputError(f"{path}: is the run's log, which is not to be overwritten: give another --out")
         with path.open("w", encoding="utf-8") as file:
             _write(events, file)
     shown = ", ".join(map(str, choice.steps[:8])) + (" and more" if len(choice.steps) > 8 else "")
-    click.echo(f"{path}: steps {shown}; open it at ui.perfetto.dev")
+    click.echo(f"{click.format_filename(path)}: steps {shown}; open it at ui.perfetto.dev")
 
 
 def _write(events: Iterable[Event], file: IO[str]) -> None:

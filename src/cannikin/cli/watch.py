@@ -12,6 +12,7 @@ from rich.live import Live
 
 from cannikin.errors import RunLogError
 from cannikin.report.follow import FollowedRun
+from cannikin.report.gather import numbers_only
 from cannikin.report.live_panel import LivePanel, status_line
 
 __all__ = ["command"]
@@ -34,7 +35,7 @@ def command(run: Path, once: bool, wait_s: float) -> None:
     """
     console = Console()
     try:
-        with closing(FollowedRun(run)) as followed:
+        with closing(FollowedRun(run)) as followed, numbers_only(run):
             _await_log(followed, run, 0.0 if once else wait_s)
             if once:
                 console.print(LivePanel(followed.state), end="")

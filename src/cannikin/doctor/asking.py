@@ -74,6 +74,9 @@ def within(limit_s: float, probe: Callable[[], T], default: T) -> T:
 
 
 def _open(files: ExitStack) -> IO[bytes]:
+    """A file for what a command prints: in memory where that can be had, for a container may have no folder for it."""
+    with suppress(OSError, AttributeError):
+        return files.enter_context(open(os.memfd_create("answer"), "w+b"))
     return files.enter_context(tempfile.TemporaryFile())
 
 

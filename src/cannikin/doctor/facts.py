@@ -166,4 +166,4 @@ class Facts:
     def count(self, name: str) -> int | None:
         """A variable that is a whole number; None where it is not set, or is something else."""
         text = self.environment.get(name, "").strip()
-        return int(text) if text.isascii() and text.isdigit() else None
+        return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else None

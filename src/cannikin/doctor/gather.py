@@ -75,7 +75,12 @@ def relevant_environment(environment: dict[str, str]) -> dict[str, str]:
         >>> relevant_environment({"RANK": "0", "CANNIKIN_POLICY": "even", "AWS_SECRET": "x"})
         {'RANK': '0', 'CANNIKIN_POLICY': 'even'}
     """
-    return {k: v for k, v in environment.items() if k in _NAMES or k.startswith(_PREFIXES)}
+    return {_text(k): _text(v) for k, v in environment.items() if k in _NAMES or k.startswith(_PREFIXES)}
+
+
+def _text(value: str) -> str:
+    """A variable as text that can be written down: it may be any bytes."""
+    return os.fsencode(value).decode(errors="replace")
 
 
 def _version(package: str) -> str | None:

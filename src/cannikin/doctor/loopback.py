@@ -32,9 +32,12 @@ def measure() -> LoopbackFacts:
     environment = {name: value for name, value in os.environ.items() if name not in _FOREIGN}
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     environment |= {"GLOO_SOCKET_IFNAME": loopback, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    with tempfile.TemporaryDirectory(prefix="cannikin-doctor-") as folder:
-        commands = [[sys.executable, "-m", __name__, str(rank), folder] for rank in range(2)]
-        answers = ask_all(commands, limit_s=_LIMIT_S, environment=environment)
+    try:
+        with tempfile.TemporaryDirectory(prefix="cannikin-doctor-") as folder:
+            commands = [[sys.executable, "-m", __name__, str(rank), folder] for rank in range(2)]
+            answers = ask_all(commands, limit_s=_LIMIT_S, environment=environment)
+    except OSError as error:
+        return LoopbackFacts(problem=f"there is no folder for temporary files ({error.strerror})")
     problem = next((answer.problem for answer in answers if answer.problem is not None), None)
     if problem is not None:
         return LoopbackFacts(problem=problem)

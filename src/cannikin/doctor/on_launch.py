@@ -81,6 +81,13 @@ def _master(facts: Facts, rank: int, world: int) -> Iterator[Finding]:
             f"Set {missing}, or start the script with torchrun, which does.",
         )
         return
+    if not 0 < (facts.count("MASTER_PORT") or 0) < 2**16:
+        yield blocker(
+            "torchrun",
+            f"MASTER_PORT={port} is no port: ranks cannot find one another",
+            "Set MASTER_PORT to a free port of rank 0's host, such as 29500.",
+        )
+        return
     where = f"rank {rank} of {world}, to meet at {address}:{port}"
     if facts.master_resolves is False:
         yield blocker(

@@ -113,11 +113,11 @@ def _noise(run: RunArrays) -> Figure | Missing:
         return Missing(
             name="noise", title=title, reason="This log holds no noise scale: the policy did not measure it."
         )
-    table = np.stack([scale, low, high, windows.total_batch], axis=1)
+    table = np.stack([scale, low, high, _positive(windows.total_batch)], axis=1)
     rows = rows[thin(table[rows], _BINS)]
     scale, low, high, total = table[rows].T
     finite = table[rows][np.isfinite(table[rows])]
-    floor, top = finite.min() / 2, finite.max() * 2
+    floor, top = float(finite.min()) / 2, float(finite.max()) * 2
     x = windows.first_step[rows]
     edge: dict[str, Any] = {"mode": "lines", "hoverinfo": "skip", "showlegend": False}
     low_line = line(x, np.where(np.isfinite(low), low, floor), "low", "band", **edge)

@@ -33,6 +33,7 @@ __all__ = [
 
 MOST_LINES = 8  # more lines than colours that can be told apart become a map of colours
 _FEW_POINTS = 40
+_LOG_LIMITS = (1e-300, 1e300)  # of what a damaged log may say; beyond them lie 0 and infinity
 
 
 class Key(NamedTuple):
@@ -86,6 +87,7 @@ def axis(title: str, **more: Any) -> dict[str, Any]:
 
 def log_axis(title: str, low: float, high: float) -> dict[str, Any]:
     """A logarithmic axis from `low` to `high`, with few enough labels that none covers another."""
+    low, high = (min(max(end, _LOG_LIMITS[0]), _LOG_LIMITS[1]) for end in (low, high))
     ticks = _log_ticks(low, high)
     labels = [f"{tick:,.6g}" for tick in ticks]
     return axis(title, type="log", range=numbers(np.log10([low, high])), tickvals=ticks, ticktext=labels)

@@ -19,6 +19,8 @@ _QUIET_S = 15.0  # without a record: a run that evaluates, or one that is no mor
 class FollowedRun:
     """A run's state, as far as its log tells.
 
+    Where another log takes this one's place, as that of a new run in the same directory does, it is followed instead.
+
     Args:
         path: a log, or a run directory that holds one, now or later.
         clock: seconds, for tests.
@@ -35,6 +37,9 @@ class FollowedRun:
 
     def poll(self) -> bool:
         """Take what is new; whether there was anything."""
+        if self._reader is not None and self._reader.replaced:
+            self._reader.close()
+            self._reader, self.state, self._heard_at = None, LiveState(), None
         if self._reader is None:
             self._reader = self._opened()
         if self._reader is None:

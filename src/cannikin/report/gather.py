@@ -18,7 +18,7 @@ from cannikin.report.arrays import WINDOW_COLUMNS, ByRank, Metric, RunArrays, Wi
 from cannikin.report.keeping import Ends, Spread, Timelines
 from cannikin.runlog import EventRecord, Header, PlanRecord, Record, RunLogReader, WindowRecord
 
-__all__ = ["gather", "read_arrays"]
+__all__ = ["gather", "numbers_only", "read_arrays"]
 
 _RANK_COLUMNS = ("local_batches", "before_ms", "backward_ms", "done_ms", "wait_ms", "loader_ms", "other_ms")
 _CHUNK_WINDOWS = 1024
@@ -33,7 +33,7 @@ def read_arrays(path: str | os.PathLike[str], name: str) -> RunArrays:
     Raises:
         RunLogError: the file is missing, is no run log, has no header yet, or has another version of the format.
     """
-    with RunLogReader(path) as reader, _numbers_only(reader.path):
+    with RunLogReader(path) as reader, numbers_only(reader.path):
         gathered = _Gathered(reader.path)
         gathered.take_all(reader.records())
         return gathered.finish(
@@ -52,12 +52,12 @@ def gather(records: Iterable[Record], name: str = "run") -> RunArrays:
 
 
 @contextmanager
-def _numbers_only(path: Path) -> Iterator[None]:
+def numbers_only(path: str | os.PathLike[str]) -> Iterator[None]:
     """Refuse a log with whole numbers beyond any that are measured, which JSON can hold and a float cannot."""
     try:
         yield
     except OverflowError as error:
-        raise RunLogError(f"{path}: holds a number too large to be a measurement: {error}") from error
+        raise RunLogError(f"{os.fspath(path)}: holds a number too large to be a measurement: {error}") from error
 
 
 class _Gathered:
@@ -210,7 +210,8 @@ class _Table:
 
     def _flush(self) -> None:
         if self._rows:
-            by_rank = np.array(self._by_rank, dtype=np.float32)  # None becomes NaN
+            with np.errstate(over="ignore"):  # what is beyond any time becomes infinite, which counts as not known
+                by_rank = np.array(self._by_rank, dtype=np.float32)  # None becomes NaN
             shape = (len(self._rows), len(_RANK_COLUMNS), self._num_ranks)
             self._chunks.append((np.array(self._rows, dtype=np.float64), by_rank.reshape(shape)))
         self._rows, self._by_rank = [], []

@@ -110,13 +110,14 @@ def _typical(lines: list[Timeline]) -> Timeline | None:
 
 
 def _is_drawable(line: Timeline) -> bool:
-    """Whether all of its times are there, for all ranks and buckets alike."""
+    """Whether all of its times are there, for all ranks and buckets alike, and it took any."""
     n = len(line.local_batches)
     if not n == len(line.before_ms) == len(line.ready_ms) == len(line.done_ms) or not n:
         return False
     buckets = {len(times) for times in (*line.ready_ms, *line.done_ms)}
     times = [*line.before_ms, *(time for row in (*line.ready_ms, *line.done_ms) for time in row)]
-    return len(buckets) == 1 and 0 not in buckets and all(time is not None and math.isfinite(time) for time in times)
+    known = len(buckets) == 1 and 0 not in buckets and all(time is not None and math.isfinite(time) for time in times)
+    return known and _duration_ms(line) > 0
 
 
 def _duration_ms(line: Timeline) -> float:

@@ -25,6 +25,7 @@ __all__ = [
     "wrapped",
 ]
 
+_LONGEST_S = 1e10  # some centuries: what a damaged log may say beyond them is no duration
 Line = list[tuple[str, str]]  # text and its style, in rich's words
 
 
@@ -79,6 +80,8 @@ def fitted(line: Line, width: int, glyphs: Glyphs = COLOURED) -> Line:
     room = width
     for text, style in line:
         shown = printable(text)
+        if glyphs is ASCII:  # what the terminal cannot write would be an error
+            shown = shown.encode("ascii", "replace").decode()
         size = cell_len(shown)
         if size > room:
             dots = glyphs.more[:room]
@@ -122,7 +125,7 @@ def stacked(shares: Sequence[float], width: int) -> list[int]:
         ([2, 1, 1], [0, 0])
     """
     whole = sum(shares)
-    if whole <= 0:
+    if not 0 < whole < math.inf:
         return [0] * len(shares)
     exact = [share / whole * width for share in shares]
     cells = [math.floor(size) for size in exact]
@@ -145,8 +148,9 @@ def sparkline(values: Sequence[float | None], width: int, glyphs: Glyphs = COLOU
     known = [value for value in shown if value is not None]
     low, high = min(known, default=0.0), max(known, default=0.0)
     top = len(glyphs.levels) - 1
-    scale = top / max(high - low, abs(high) / 4, 1e-12)
-    return "".join(" " if value is None else glyphs.levels[int((value - low) * scale)] for value in shown)
+    span = max(high - low, abs(high) / 4, 1e-12)
+    shares = [None if value is None else min(1.0, max(0.0, (value - low) / span)) for value in shown]  # NaN becomes 0
+    return "".join(" " if share is None else glyphs.levels[int(share * top)] for share in shares)
 
 
 def wrapped(text: str, width: int, max_lines: int) -> list[str]:
@@ -190,7 +194,7 @@ def clock(seconds: float) -> str:
         >>> clock(42.4), clock(3723), clock(200_000)
         ('0:42', '1:02:03', '2 d 7 h')
     """
-    whole = round(seconds)
+    whole = round(min(max(0.0, seconds), _LONGEST_S))
     if whole >= 86400:
         return f"{whole // 86400} d {whole % 86400 // 3600} h"
     hours, minutes = whole // 3600, whole // 60 % 60

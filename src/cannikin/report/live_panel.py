@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from statistics import fmean
 
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.segment import Segment
 
@@ -43,7 +44,7 @@ class LivePanel:
         self.state, self.note = state, note
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width = max(40, options.max_width)
+        width = max(20, options.max_width)
         max_rows = min(_MAX_ROWS, max(2, (options.height or console.height) - _OTHER_LINES))
         glyphs = COLOURED if console.color_system and not console.no_color else UNCOLOURED
         glyphs = ASCII if options.ascii_only else glyphs
@@ -76,16 +77,23 @@ def panel_lines(state: LiveState, note: str, width: int, max_rows: int, glyphs: 
 
 def _border(left: Line, right: Line, width: int, glyphs: Glyphs) -> Line:
     """The upper edge with words in it; what does not fit is cut, the left first."""
-    right_size = sum(len(text) for text, _ in right)
+    right_size = _size(right)
+    if right_size > width - 8:
+        right, right_size = fitted(right, width - 8, glyphs), width - 8
     room = width - 6 - (right_size + 3 if right else 0)
     cut = [(text, style) for text, style in fitted(left, max(room, 0), glyphs)]
     while cut and not cut[-1][0].strip():
         cut.pop()
-    size = sum(len(text) for text, _ in cut)
+    size = _size(cut)
     filling = glyphs.across * max(0, width - 6 - size - (right_size + 2 if right else 0))
     line: Line = [(glyphs.corners[0] + glyphs.across + " ", "dim"), *cut, (" " + filling, "dim")]
     line += [(" ", ""), *right, (" ", "")] if right else []
     return [*line, (glyphs.across + glyphs.corners[1], "dim")]
+
+
+def _size(line: Line) -> int:
+    """Its cells: not every letter takes one."""
+    return sum(cell_len(text) for text, _ in line)
 
 
 def _title(state: LiveState, glyphs: Glyphs) -> Line:

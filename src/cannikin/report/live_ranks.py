@@ -52,7 +52,7 @@ def rank_rows(state: LiveState, max_rows: int) -> list[RankRow]:
             device=device_of(state, rank),
             batches=(batch,),
             shares=None if (times := _time_of(state, rank)) is None else times.shares,
-            ms_per_sample=None if times is None else times.compute_ms / batch,
+            ms_per_sample=None if times is None or batch < 1 else times.compute_ms / batch,
         )
         for rank, batch in enumerate(batches)
     ]
@@ -98,7 +98,8 @@ def extremes(state: LiveState) -> tuple[tuple[int, float], tuple[int, float]] | 
     if state.window is None:
         return None
     batches = state.window.local_batches
-    paces = [(times.compute_ms / batches[rank], rank) for rank, times in enumerate(state.times) if times is not None]
+    measured = [(rank, times) for rank, times in enumerate(state.times) if times is not None and batches[rank] > 0]
+    paces = [(times.compute_ms / batches[rank], rank) for rank, times in measured]
     if len(paces) < 2:
         return None
     (slow, slowest), (fast, fastest) = max(paces), min(paces)
@@ -121,7 +122,7 @@ class _Columns:
 def rank_lines(rows: list[RankRow], width: int, glyphs: Glyphs = COLOURED) -> list[Line]:
     """A heading and one line a row: who, local batch as a bar, where a step's time goes as a bar and in percent."""
     columns = _columns(rows, width, glyphs)
-    most = max(fmean(row.batches) for row in rows)
+    most = max(1.0, *(fmean(row.batches) for row in rows))  # a rank that padding is for has 0
     return [_heading(columns, glyphs), *(_row_line(row, columns, most, glyphs) for row in rows)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,10 +48,10 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 
 def find_runs(path: Path) -> list[Found]:
     """The run at `path`, or the runs in the folders of `path`, which is then no run itself."""
-    if not path.is_dir():
-        return [_found(path, path.parent, _read_summary(path.resolve().parent.parent))]
-    if (path / RUNLOG_NAME).exists():
-        return [_found(path, path, _read_summary(path.resolve().parent))]
+    if not os.path.isdir(path):  # unlike Path.is_dir() it has an answer for every path
+        return [_found(path, path.parent, _read_summary(_real(path).parent.parent))]
+    if os.path.exists(path / RUNLOG_NAME):
+        return [_found(path, path, _read_summary(_real(path).parent))]
     folders = sorted(log.parent for log in path.glob(f"*/{RUNLOG_NAME}"))
     if not folders:
         message = f"{path}: holds no {RUNLOG_NAME}, and neither do its folders: give the run_dir of a run"
@@ -62,7 +63,7 @@ def find_runs(path: Path) -> list[Found]:
 
 
 def _found(path: Path, folder: Path, summary: _Summary | None) -> Found:
-    name = (path if path.is_dir() else path.parent).resolve().name
+    name = _real(path if os.path.isdir(path) else path.parent).name
     if summary is None or name not in summary.policies:
         return Found(path=path, folder=folder)
     target = Target(metric=_METRIC, value=summary.task.target)
@@ -91,12 +92,22 @@ def _names(paths: list[Path]) -> list[str]:
         >>> _names([Path("x/a"), Path("x/b/runlog.jsonl")]), _names([Path("x/a"), Path("y/a")])
         (['a', 'b'], ['x/a', 'y/a'])
     """
-    folders = [path.resolve() if path.name != RUNLOG_NAME else path.resolve().parent for path in paths]
+    folders = [_real(path) if path.name != RUNLOG_NAME else _real(path).parent for path in paths]
     for depth in range(1, max(len(folder.parts) for folder in folders) + 1):
-        names = ["/".join(folder.parts[-depth:]) for folder in folders]
+        names = [_text("/".join(folder.parts[-depth:])) for folder in folders]
         if len(set(names)) == len(names):
             return names
     return [f"{name} ({place})" for place, name in enumerate(names, 1)]
+
+
+def _real(path: Path) -> Path:
+    """Where a path leads; unlike Path.resolve() it has an answer for links that go round in a circle."""
+    return Path(os.path.realpath(path))
+
+
+def _text(name: str) -> str:
+    """A file's name as text that can be written down: it may be any bytes."""
+    return os.fsencode(name).decode(errors="replace")
 
 
 def _read_summary(folder: Path) -> _Summary | None:

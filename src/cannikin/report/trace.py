@@ -34,6 +34,7 @@ _FIRST_PID = 1000  # rank 0's: viewers take process 0 for the idle one
 _RUN_PID = _FIRST_PID - 1
 _PLANS, _EVENTS = 1, 2  # threads of the run
 _COMPUTE, _FIRST_LANE = 1, 2  # threads of a rank
+_MOST_RANKS = 100_000  # that are named: what a damaged header says beyond them is no number of ranks
 
 
 def keep_timelines(records: Iterable[Record], steps: Collection[int]) -> Iterator[Record]:
@@ -93,8 +94,8 @@ class _Drawing:
         self._clock.resume(header.first_step)
         self._bucket_bytes = header.model.bucket_bytes
         yield from self._name_process(_RUN_PID, f"run: {header.policy}")
-        known = [*header.ranks, *[RankInfo()] * (header.world_size - len(header.ranks))]
-        for rank, info in enumerate(known[: header.world_size]):
+        for rank in range(min(header.world_size, _MOST_RANKS)):
+            info = header.ranks[rank] if rank < len(header.ranks) else RankInfo()
             yield from self._name_process(_FIRST_PID + rank, _rank_words(rank, info))
         self._num_headers += 1
         if self._num_headers > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -111,11 +112,14 @@ class RunLogReader:
         self._position = 0
         self._decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
         try:
-            self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe without a writer
         except (OSError, ValueError) as error:  # a null character in the path is a ValueError
             reason = getattr(error, "strerror", error)
             raise RunLogError(f"{self.path}: cannot be read: {reason}; give a run directory or its log") from error
         self._closer = weakref.finalize(self, os.close, self._file)
+        if not stat.S_ISREG(os.fstat(self._file).st_mode):
+            self.close()
+            raise RunLogError(f"{self.path}: cannot be read: it is no ordinary file; give a run directory or its log")
 
     def __enter__(self) -> Self:
         return self
@@ -133,6 +137,16 @@ class RunLogReader:
     def truncated(self) -> bool:
         """Whether what was read so far ends inside a line."""
         return bool(self._rest)
+
+    @property
+    def replaced(self) -> bool:
+        """Whether `path` leads to another file by now, or to less of this one than was read."""
+        try:
+            there = os.stat(self.path)
+        except OSError:
+            return False  # deleted: what was read is all there is
+        here = os.fstat(self._file)
+        return (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino) or here.st_size < self._position
 
     def poll(self) -> list[Record]:
         """The records completed since the last call; an empty list where there are none."""

@@ -59,6 +59,7 @@ class RunLogWriter:
         self.path = Path(path)
         self._encoder = msgspec.json.Encoder(enc_hook=_plain)
         self._begun = self._resumes = self._warned = False
+        self._size = 0  # of the file before this run's first record
         self._closer: Any = None
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,6 +67,7 @@ class RunLogWriter:
             self._file = os.open(self.path, flags, 0o666)
             self._closer = weakref.finalize(self, os.close, self._file)
             self._take_over(append)
+            self._size = os.fstat(self._file).st_size
         except OSError as error:
             self._give_up(error)
         except RunLogError:
@@ -101,6 +103,9 @@ class RunLogWriter:
             return
         if not self._begun and not isinstance(event, Header):
             raise RunLogError(f"{self.path}: the first record is of type {type(event).__name__}: a log needs a Header")
+        if not self._begun and os.fstat(self._file).st_size != self._size:  # locks keep out other processes only
+            self._give_up(OSError(errno.EBUSY, "another model of this process writes it; give each its own run_dir"))
+            return
         events: list[Record] = [event]
         if isinstance(event, Header) and self._resumes and not self._begun:
             text = f"resumed at step {event.first_step} on {event.world_size} ranks"

@@ -18,7 +18,7 @@ import torch
 
 from cannikin._version import __version__
 from cannikin.core.records import Job, Plan
-from cannikin.errors import InvalidInputError
+from cannikin.errors import InvalidInputError, RunLogError
 from cannikin.runlog import (
     RUNLOG_NAME,
     Decisions,
@@ -99,18 +99,27 @@ class Recorder:
         """Training starts: tell the header, and what has waited for it; again is fine."""
         if self._header is None or self._waiting is None:
             return
+        news = ""
         if self._log is not None and self._log.holds_earlier_run and self._first_step is None:
-            self._begin_anew(self._log)
+            news = self._begin_anew(self._log)
         waiting, self._waiting = self._waiting, None
         for record in (self._header, *waiting):
             self._write(record)
+        if news:  # last of all: a program may turn warnings into errors
+            warnings.warn(news, RuntimeWarning, stacklevel=4)
 
-    def _begin_anew(self, log: RunLogWriter) -> None:
+    def _begin_anew(self, log: RunLogWriter) -> str:
+        """Begin a log in the place of another run's; what to tell the user."""
         log.close()
-        text = f"{log.path} held another run's log, which is now {set_aside(log.path).name}"
-        warnings.warn(f"{text}: to go on with that run, load its state", RuntimeWarning, stacklevel=5)
-        self._log = RunLogWriter(log.path)
-        self._observers[self._observers.index(log)] = self._log
+        self._observers.remove(log)
+        self._log = None
+        try:
+            aside = set_aside(log.path)
+            self._log = RunLogWriter(log.path)
+        except (OSError, RunLogError) as error:
+            return f"{log.path} holds another run's log and cannot be set aside, so this run writes none: {error}"
+        self._observers.append(self._log)
+        return f"{log.path} held another run's log, which is now {aside.name}: to go on with that run, load its state"
 
     def decided(
         self,
