@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-Job = tuple[str, dict[str, Any]]
-Launch = tuple[str, tuple[float, ...], list[Job]]
+from benchmarks import launching
+
+Launch = tuple[tuple[float, ...], list[tuple[str, dict[str, Any]]]]  # shares of the GPU; functions and their keywords
 
 THREE, FOUR = (0.60, 0.25, 0.12), (0.40, 0.25, 0.15, 0.10)
 PARTS: dict[str, list[Launch]] = {
     "overhead": [
         (
-            "overhead",
             THREE,
             [
                 ("overhead", {"kind": "resnet18", "local_batch": 64, "rounds": 240}),
@@ -34,29 +32,11 @@ PARTS: dict[str, list[Launch]] = {
         )
     ],
     "limit": [
-        (
-            "limit",
-            THREE,
-            [("limit", {"total": total, "steps": 180, "largest": 4096}) for total in (192, 768, 1536, 4096)],
-        ),
-        ("limit", FOUR, [("limit", {"total": total, "steps": 180, "largest": 4096}) for total in (384, 1536)]),
+        (THREE, [("limit", {"total": total, "steps": 180, "largest": 4096}) for total in (192, 768, 1536, 4096)]),
+        (FOUR, [("limit", {"total": total, "steps": 180, "largest": 4096}) for total in (384, 1536)]),
     ],
-    "sharing": [("sharing", THREE, [("sharing", {"total": 1536, "steps": 320, "disturbed": 0, "start": 150})])],
+    "sharing": [(THREE, [("sharing", {"total": 1536, "steps": 320, "disturbed": 0, "start": 150})])],
 }
-
-
-def launch(shares: tuple[float, ...], jobs: list[Job], out: Path, *, limit_s: float) -> int:
-    """Run jobs on ranks with these shares of the GPU."""
-    script = Path(__file__).with_name("gpu_ranks.py")
-    command = [sys.executable, "-m", "cannikin", "lab", "--mechanism", "mps", "--ranks", ",".join(map(str, shares))]
-    command += ["--", str(script), "--out", str(out), "--jobs", json.dumps(jobs)]
-    root = str(Path(__file__).parent.parent)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
-    try:
-        return subprocess.run(command, env=environment, timeout=limit_s, check=False).returncode
-    except subprocess.TimeoutExpired:
-        print(f"given up after {limit_s:.0f} s", file=sys.stderr)
-        return 124
 
 
 def table(results: list[dict[str, Any]]) -> str:
@@ -95,15 +75,16 @@ def main(argv: list[str] | None = None) -> None:
     if shutil.which("nvidia-cuda-mps-control") is None:
         print("gpu: skipped, there is no NVIDIA GPU with MPS here")
         return
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.unlink(missing_ok=True)
+    launching.empty(options.out)
+    script = Path(__file__).with_name("gpu_ranks.py")
     for part in options.parts or PARTS:
-        for _, shares, jobs in PARTS[part]:
-            status = launch(shares, jobs, options.out, limit_s=options.limit_s)
-            if status != 0:
-                print(f"{part} on shares {shares} ended with status {status}", file=sys.stderr)
-    lines = options.out.read_text().splitlines() if options.out.exists() else []
-    print(table([json.loads(line) for line in lines]))
+        for shares, jobs in PARTS[part]:
+            lab_options = ["--mechanism", "mps", "--ranks", ",".join(map(str, shares))]
+            arguments = ["--out", str(options.out), "--jobs", json.dumps(jobs)]
+            note = launching.run_in_lab(lab_options, script, arguments, limit_s=options.limit_s)
+            if note:
+                print(f"{part} on shares {shares} {note}", file=sys.stderr)
+    print(table(launching.read(options.out)))
 
 
 if __name__ == "__main__":

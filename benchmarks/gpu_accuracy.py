@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from benchmarks import launching
 
 SHARES = "0.6,0.25,0.12"
 TARGETS = {"cifar10": ("accuracy", 0.94), "ncf": ("hit_rate", 0.69)}
@@ -27,15 +28,11 @@ def run(options: argparse.Namespace, policy: str, seed: int, settings: list[str]
     name = f"{example}-{policy}-{seed}"
     summary = options.out / f"{name}.json"
     summary.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "cannikin", "lab", "--mechanism", "mps", "--ranks", options.shares]
-    command += ["--policy", policy, "--", f"examples/{example}.py", "--data", str(options.data)]
-    command += ["--seed", str(seed), "--json", str(summary), *settings]
+    lab_options = ["--mechanism", "mps", "--ranks", options.shares, "--policy", policy]
+    script = launching.ROOT / "examples" / f"{example}.py"
+    arguments = ["--data", str(options.data), "--seed", str(seed), "--json", str(summary), *settings]
     with (options.out / f"{name}.log").open("w") as log:
-        try:
-            done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=options.limit_s, check=False)
-            note = "" if done.returncode == 0 else f"ended with status {done.returncode}"
-        except subprocess.TimeoutExpired:
-            note = f"given up after {options.limit_s:.0f} s"
+        note = launching.run_in_lab(lab_options, script, arguments, limit_s=options.limit_s, log=log)
     found = json.loads(summary.read_text()) if summary.exists() else {"epochs": []}
     return {**found, "example": example, "policy": policy, "seed": seed, "note": note}
 

@@ -23,24 +23,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.gpu_models import ResNet18, SmallGpt
+from benchmarks.sample_numbers import Numbers
 from cannikin import HeteroDataLoader, HeteroDataParallel
 from cannikin.core.planners import LbBspPlanner
 from cannikin.core.records import Job, StepWindow
 
 WARM_UP = 20
-
-
-class Numbers(torch.utils.data.Dataset):
-    """Sample numbers only: what is measured is the step, not the loader."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitems__(self, indices: list[int]) -> list[int]:
-        return indices
 
 
 class Images:

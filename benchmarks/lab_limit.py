@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks import launching
 from cannikin.lab.cluster import LabCluster
 from cannikin.lab.hosts import Hosts
 
@@ -70,22 +69,15 @@ def without_links(regime: Regime) -> Regime:
     return replace(regime, link=None, gradient_kb=regime.local_gradient_kb)
 
 
-def launch(job: str, name: str, regime: Regime, out: Path, *, limit_s: float) -> int:
-    """Run one job on a regime's ranks."""
+def launch(job: str, name: str, regime: Regime, out: Path, *, limit_s: float) -> str:
+    """Run one job on a regime's ranks; "" where it ended well, else how it ended."""
     keywords = {"total": TOTAL, "gradient_kb": regime.gradient_kb, "host_ms": regime.host_ms}
     keywords |= LIMIT if job == "limit" else SLOWED
     slow = ["--slow", f"0:0.5@{CHANGE}"] if job == "slowed" else []
-    script = Path(__file__).with_name("lab_ranks.py")
     about = json.dumps({"regime": name, "ranks": regime.words})
-    command = [sys.executable, "-m", "cannikin", "lab", *regime.lab_options, *slow, "--", str(script)]
-    command += ["--out", str(out), "--about", about, job, json.dumps(keywords)]
-    root = str(Path(__file__).parent.parent)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
-    try:
-        return subprocess.run(command, env=environment, timeout=limit_s, check=False).returncode
-    except subprocess.TimeoutExpired:
-        print(f"given up after {limit_s:.0f} s", file=sys.stderr)
-        return 124
+    arguments = ["--out", str(out), "--about", about, job, json.dumps(keywords)]
+    script = Path(__file__).with_name("lab_ranks.py")
+    return launching.run_in_lab([*regime.lab_options, *slow], script, arguments, limit_s=limit_s)
 
 
 def table(results: list[dict[str, Any]]) -> str:
@@ -146,19 +138,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "cannikin-lab-limit.jsonl")
     parser.add_argument("--limit-s", type=float, default=300.0, help="seconds for each launch")
     options = parser.parse_args([] if argv is None else argv)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.unlink(missing_ok=True)
+    launching.empty(options.out)
     missing = Hosts().missing(LabCluster(speeds=SPEEDS, sample_s=1e-3, link_bit_per_s=1e8))
     if missing is not None:
         print(f"lab_limit: no slow links here ({missing}): larger gradients instead", file=sys.stderr)
     for name in options.regimes or REGIMES:
         regime = REGIMES[name] if missing is None else without_links(REGIMES[name])
         for job in options.job or ("limit", "slowed"):
-            status = launch(job, name, regime, options.out, limit_s=options.limit_s)
-            if status != 0:
-                print(f"{job} in the {name} regime ended with status {status}", file=sys.stderr)
-    lines = options.out.read_text().splitlines() if options.out.exists() else []
-    print(table([json.loads(line) for line in lines]))
+            note = launch(job, name, regime, options.out, limit_s=options.limit_s)
+            if note:
+                print(f"{job} in the {name} regime {note}", file=sys.stderr)
+    print(table(launching.read(options.out)))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
+from benchmarks.sample_numbers import Numbers
 from cannikin import HeteroDataLoader, HeteroDataParallel, optimal_split
 from cannikin.core.plans import even_batches
 from cannikin.core.records import Job
@@ -46,19 +47,6 @@ class Scaled(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.relu(F.linear(x, self.weight) * self.rows.mean(0))
-
-
-class Numbers(torch.utils.data.Dataset):
-    """Sample numbers only: what is measured is the step, not the loader."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitems__(self, indices: list[int]) -> list[int]:
-        return indices
 
 
 class Training:

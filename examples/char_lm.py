@@ -92,10 +92,7 @@ loader = cannikin.HeteroDataLoader(
     seed=settings.seed,
     collate_fn=harness.Rows.collate,
 )
-# The schedule counts steps at B0. Driven by progress it neither stretches nor ends early when the batch grows.
-steps = num_blocks / settings.batch_size
-shape = harness.one_cycle(settings.warmup * steps, settings.epochs * steps)
-schedule = cannikin.by_progress(torch.optim.lr_scheduler.LambdaLR(optimizer, shape), model)
+schedule = harness.one_cycle(optimizer, model, settings, num_blocks)  # by progress
 autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 

@@ -113,10 +113,7 @@ loader = cannikin.HeteroDataLoader(
     seed=settings.seed,
     collate_fn=harness.Rows.collate,
 )
-# The schedule counts steps at B0. Driven by progress it neither stretches nor ends early when the batch grows.
-steps = len(labels) / settings.batch_size
-shape = harness.one_cycle(settings.warmup * steps, settings.epochs * steps)
-schedule = cannikin.by_progress(torch.optim.lr_scheduler.LambdaLR(optimizer, shape), model)
+schedule = harness.one_cycle(optimizer, model, settings, len(labels))  # by progress
 # bfloat16 needs no GradScaler. (cudnn.benchmark stays off: it would search anew at every new local batch.)
 autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 

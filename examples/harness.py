@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import cannikin
+
 __all__ = ["Log", "Rows", "decay_groups", "one_cycle", "settings", "start", "sum_over_ranks"]
 
 
@@ -85,9 +87,18 @@ class Rows:
         return rows
 
 
-def one_cycle(warmup: float, total: float) -> Any:
-    """A learning-rate schedule for LambdaLR: a straight line up, then a straight line down to (nearly) 0."""
-    return lambda step: min((step + 1) / max(1.0, warmup), max(0.001, (total - step) / max(1.0, total - warmup)))
+def one_cycle(optimizer: torch.optim.Optimizer, model: Any, settings: SimpleNamespace, num_samples: int) -> Any:
+    """A schedule of the learning rate: a straight line up for `settings.warmup` passes, then one down to (nearly) 0.
+
+    It counts steps at B0. Driven by progress it neither stretches nor ends early when the batch grows.
+    """
+    steps = num_samples / settings.batch_size
+    warmup, total = settings.warmup * steps, settings.epochs * steps
+
+    def shape(step: float) -> float:
+        return min((step + 1) / max(1.0, warmup), max(0.001, (total - step) / max(1.0, total - warmup)))
+
+    return cannikin.by_progress(torch.optim.lr_scheduler.LambdaLR(optimizer, shape), model)
 
 
 def decay_groups(net: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:

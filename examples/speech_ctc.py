@@ -88,10 +88,7 @@ loader = cannikin.HeteroDataLoader(
     seed=settings.seed,
     collate_fn=collate,
 )
-# The schedule counts steps at B0. Driven by progress it neither stretches nor ends early when the batch grows.
-steps = len(train_samples) / settings.batch_size
-shape = harness.one_cycle(settings.warmup * steps, settings.epochs * steps)
-schedule = cannikin.by_progress(torch.optim.lr_scheduler.LambdaLR(optimizer, shape), model)
+schedule = harness.one_cycle(optimizer, model, settings, len(train_samples))  # by progress
 
 
 def ctc(scores, frames, letters, num_letters):

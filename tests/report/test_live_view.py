@@ -14,8 +14,9 @@ from rich.console import Console
 
 import cannikin
 from cannikin.report.live import LiveView
-from cannikin.report.live_panel import LivePanel, status_line
+from cannikin.report.live_panel import LivePanel
 from cannikin.report.live_state import LiveState
+from cannikin.report.status_line import status_line
 from cannikin.runlog import JobInfo, ModelInfo, NoiseRecord
 
 

@@ -13,9 +13,9 @@ from cannikin.report.charts import run_charts
 from cannikin.report.compare import Target, compare_headline, reached
 from cannikin.report.figure import Figure, Missing
 from cannikin.report.gather import gather
+from cannikin.report.headline import headline
 from cannikin.report.page import make_page
 from cannikin.report.sections import comparison, run_section
-from cannikin.report.words import headline
 from cannikin.runlog import EventRecord
 
 

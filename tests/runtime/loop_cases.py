@@ -249,6 +249,21 @@ def epochs_of_an_attached_model(rank: int) -> list[int]:
     return counts
 
 
+def passes_and_mean_of_an_attached_model(rank: int) -> tuple[list[int], float]:
+    """The passes that `epochs` makes, and the mean of the ranks' numbers weighted by their local batches."""
+    net = TinyNet()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    ddp = nn.parallel.DistributedDataParallel(net)
+    engine = attach(ddp, optimizer)
+    loader = HeteroDataLoader(Numbered(24), model=engine, batch_size=6, local_batches=PINNED)
+    passes = []
+    for number in engine.epochs(2):
+        for batch in loader:
+            take_step(ddp, optimizer, batch)
+        passes.append(number)
+    return passes, float(engine.weighted_mean(rank))
+
+
 def statistics_of_an_attached_model(rank: int) -> list[float]:
     """BatchNorm's running means after ten steps on data whose mean is the rank's number, as 18 and 6 samples."""
     net = nn.Sequential(nn.BatchNorm1d(1, momentum=0.5), nn.Linear(1, 1))

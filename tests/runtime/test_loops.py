@@ -38,6 +38,7 @@ CASES = {
     "attached": cases.attached_policy,
     "profiles": partial(cases.profiles_of_a_policy_without, path="profiles-of-nobody.json"),
     "attached, by epochs": cases.epochs_of_an_attached_model,
+    "attached, passes": cases.passes_and_mean_of_an_attached_model,
     "attached, statistics": cases.statistics_of_an_attached_model,
     "resumed passes": cases.numbers_of_resumed_passes,
 }
@@ -176,6 +177,10 @@ def test_the_environment_chooses_the_policy_of_an_attached_model_too(told):
 
 def test_a_schedule_of_epochs_follows_an_attached_model(told):
     assert values(told, "attached, by epochs") == [[1, 2], [1, 2]]
+
+
+def test_an_attached_model_counts_passes_by_progress_and_averages_by_samples(told):
+    assert values(told, "attached, passes") == [([0, 1], pytest.approx(2 / 6))] * 2
 
 
 def test_batch_norms_statistics_of_an_attached_model_are_the_weighted_mean_over_ranks(told):

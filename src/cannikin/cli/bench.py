@@ -10,7 +10,8 @@ from typing import Any
 
 import click
 
-from cannikin.cli.simulate_table import Progress, duration
+from cannikin.cli.progress_bar import Progress
+from cannikin.cli.simulate_table import duration
 from cannikin.errors import InvalidInputError
 from cannikin.sim.evaluation.cells import SECTIONS, Cell, all_cells, run_cells
 from cannikin.sim.evaluation.report import write_report

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from cannikin.core.planners import POLICIES
 from cannikin.demo.run import SUMMARY_NAME, run_demo
-from cannikin.demo.settings import DEFAULT_POLICIES, SPEEDS, TASKS, check_folder, quick
+from cannikin.demo.settings import DEFAULT_POLICIES, SPEEDS, TASKS, quick
 from cannikin.errors import CannikinError
 from cannikin.lab.cluster import parse_speeds
 from cannikin.report.write import write_report
@@ -42,16 +42,10 @@ def command(
     take. Nothing is downloaded. The exit status is 0 whoever wins.
     """
     task = replace(quick(TASKS[dataset]) if is_quick else TASKS[dataset], seed=seed)
-    check_folder(dataset, data)
     speeds = SPEEDS if ranks is None else parse_speeds(ranks)
     if out is None:
         out = Path("runs") / f"demo-{datetime.now():%Y%m%d-%H%M%S}"
     console = Console()
-    console.print(
-        f"Training on {task.dataset} to {task.target:.0%} accuracy on {len(speeds)} ranks of speed "
-        f"{', '.join(f'{speed:g}' for speed in speeds)}.",
-        highlight=False,
-    )
     chosen = list(dict.fromkeys(policies)) or list(DEFAULT_POLICIES)
     run_demo(task, policies=chosen, speeds=speeds, data=data, out=out, console=console)
     console.print(f"Run logs and {SUMMARY_NAME}: {out}", highlight=False, soft_wrap=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 
 import click
@@ -12,14 +11,15 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from cannikin.cli.printing import say
 from cannikin.doctor.diagnosis import Diagnosis, diagnose
 from cannikin.doctor.facts import Facts
 from cannikin.doctor.findings import Finding
 from cannikin.doctor.gather import gather
+from cannikin.report.live_lines import printable
 
 __all__ = ["command", "rendered"]
 
-_WIDTH = 80
 _MOST_WIDTH = 110
 _SUBJECT_WIDTH = 10
 _STYLES = {"ok": "green", "note": "cyan", "warning": "bold yellow", "blocker": "bold red"}
@@ -48,7 +48,7 @@ def command(as_json: bool, quick: bool) -> int:
     if as_json:
         click.echo(msgspec.json.encode(_as_json(facts, diagnosis)).decode())
     else:
-        _say(rendered(facts, diagnosis))
+        say(rendered(facts, diagnosis), max_width=_MOST_WIDTH)
     return 0 if diagnosis.possible else 1
 
 
@@ -63,7 +63,7 @@ def rendered(facts: Facts, diagnosis: Diagnosis) -> RenderableType:
     for area, findings in diagnosis.areas.items():
         if findings:
             parts += ["", Text(area, style="bold"), _table(findings)]
-    parts += ["", Text(_printable(diagnosis.summary), style="bold" if diagnosis.possible else _STYLES["blocker"])]
+    parts += ["", Text(printable(diagnosis.summary), style="bold" if diagnosis.possible else _STYLES["blocker"])]
     return Padding(Group(*parts), (0, 1))
 
 
@@ -78,25 +78,9 @@ def _table(findings: tuple[Finding, ...]) -> Table:
 
 
 def _words(finding: Finding) -> Text:
-    text = Text(_printable(finding.text))
+    text = Text(printable(finding.text))
     if finding.advice:
         text.append(
-            f"\n{_printable(finding.advice)}", style="yellow" if finding.level in {"warning", "blocker"} else "dim"
+            f"\n{printable(finding.advice)}", style="yellow" if finding.level in {"warning", "blocker"} else "dim"
         )
     return text
-
-
-def _printable(text: str) -> str:
-    """Values of variables may hold anything, also what a terminal would obey."""
-    return "".join(c if c.isprintable() else " " for c in text)
-
-
-def _say(part: RenderableType) -> None:
-    """Print for a person: colours only in a terminal, escapes for what stdout's encoding lacks."""
-    console = Console(highlight=False, markup=False, emoji=False)
-    console.width = min(max(console.width, _WIDTH), _MOST_WIDTH)
-    with console.capture() as capture:
-        console.print(part)
-    text = "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    click.echo(text.encode(encoding, "backslashreplace").decode(encoding), nl=False)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 import shlex
-import sys
 from collections.abc import Iterator
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-import click
 import numpy as np
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from cannikin.cli.printing import measured, say
 from cannikin.core.perf import Cluster
 from cannikin.core.records import Split
 from cannikin.core.split import drop_candidate, optimal_split
@@ -193,15 +192,5 @@ def _rate(value: float) -> str:
 
 
 def _say(*parts: RenderableType) -> None:
-    """Print for a person: colours only in a terminal, escapes for what stdout's encoding lacks."""
-    console = Console(highlight=False, markup=False, emoji=False)
-    # A narrower terminal wraps the lines itself: better than numbers cut short.
-    unlimited = console.options.update(max_width=10_000)
-    needed = max(console.measure(part, options=unlimited).minimum for part in parts)
-    console.width = max(console.width, _MIN_WIDTH, needed)
-    with console.capture() as capture:
-        for part in parts:
-            console.print(part)
-    text = "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    click.echo(text.encode(encoding, "backslashreplace").decode(encoding), nl=False)
+    """Print them in 80 columns or more, and no number cut short."""
+    say(*parts, min_width=max(_MIN_WIDTH, measured(*parts).minimum))

@@ -13,7 +13,8 @@ from typing import Any
 import click
 import numpy as np
 
-from cannikin.cli.simulate_table import Progress, print_replay, print_runs
+from cannikin.cli.progress_bar import Progress
+from cannikin.cli.simulate_table import print_replay, print_runs
 from cannikin.core.records import Job
 from cannikin.errors import InvalidInputError
 from cannikin.runlog import RUNLOG_NAME, RunLogWriter, read_runlog

@@ -1,57 +1,26 @@
-"""What a person reads of `cannikin simulate`: a progress bar on stderr while it runs, then tables."""
+"""The tables of `cannikin simulate`."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import groupby
-from types import TracebackType
-from typing import Self
 
 import click
 import numpy as np
 from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 from rich.table import Table
 
+from cannikin.cli.printing import measured, say
 from cannikin.core.records import Job
 from cannikin.sim.engine import RunResult
 from cannikin.sim.hardware import Machine
 from cannikin.sim.replay import Comparison
 from cannikin.sim.workload import Workload
 
-__all__ = ["Progress", "duration", "print_replay", "print_runs", "say_table"]
+__all__ = ["duration", "print_replay", "print_runs"]
 
 _MAX_SPLITS = 20
-
-
-class Progress:
-    """A bar over several runs on stderr, where that is a terminal and nobody asked for quiet."""
-
-    def __init__(self, num_runs: int, *, quiet: bool = False) -> None:
-        console = Console(stderr=True)
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-        self._bar = Bar(*columns, console=console, transient=True, disable=quiet or not console.is_terminal)
-        self._task = self._bar.add_task("simulating", total=num_runs)
-        self._num_started = 0
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
-
-    def start(self, description: str) -> Callable[[float], None]:
-        """Begin the next run; what is returned takes the share of it that is done."""
-        before = self._num_started
-        self._num_started += 1
-        self._bar.update(self._task, completed=before, description=description)
-        return lambda share: self._bar.update(self._task, completed=before + share)
+_MOST_WIDTH = 140
 
 
 def print_runs(
@@ -79,7 +48,7 @@ def print_runs(
             f"{elapsed_s / num_steps * 1e3:.1f} ms",
             f"{group[0].plan.total_batch:,}",
         )
-    say_table(table)
+    _say_table(table)
     for policy, group in _by_policy(runs):
         click.echo(f" {policy}: last split {_split(machine, group[0].plan.local_batches)}")
     for (policy, seed), run in runs.items():
@@ -98,23 +67,16 @@ def print_replay(
     for row in rows[:_MAX_SPLITS]:
         times = (f"{row.measured_s * 1e3:.2f} ms", f"{row.simulated_s * 1e3:.2f} ms")
         table.add_row(_listed(row.local_batches), str(row.num_windows), *times, f"{row.error:+.1%}")
-    say_table(table)
+    _say_table(table)
     if len(rows) > _MAX_SPLITS:
         click.echo(f" and {len(rows) - _MAX_SPLITS} splits more: --json has them all")
     for policy, (step_s, batches) in settled.items():
         click.echo(f" {policy} after {steps} steps: {step_s * 1e3:.2f} ms with {_listed(batches)}")
 
 
-def say_table(table: Table) -> None:
-    """Print a table without cutting anything short."""
-    console = Console(highlight=False, markup=False, emoji=False)
-    wanted = console.measure(table, options=console.options.update(max_width=10_000)).maximum
-    console.width = max(console.width, min(wanted, 140))
-    with console.capture() as capture:
-        console.print(table)
-    text = "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    click.echo(text.encode(encoding, "backslashreplace").decode(encoding), nl=False)
+def _say_table(table: Table) -> None:
+    """Print a table, if need be wider than the terminal."""
+    say(table, min_width=min(measured(table).maximum, _MOST_WIDTH))
 
 
 def duration(seconds: float) -> str:

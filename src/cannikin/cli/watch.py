@@ -13,7 +13,8 @@ from rich.live import Live
 from cannikin.errors import RunLogError
 from cannikin.report.follow import FollowedRun
 from cannikin.report.gather import numbers_only
-from cannikin.report.live_panel import LivePanel, status_line
+from cannikin.report.live_panel import LivePanel
+from cannikin.report.status_line import status_line
 
 __all__ = ["command"]
 

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from cannikin.demo.settings import Task
+from cannikin.demo.settings import Task, check_folder
 from cannikin.demo.show import Bars, RankLines, results_table
-from cannikin.errors import CannikinError, InvalidInputError
+from cannikin.errors import CannikinError
 from cannikin.lab.cluster import LabCluster
 from cannikin.lab.launch import launch
 
@@ -28,7 +28,12 @@ def run_demo(
 
     Leaves a run log for each policy and `summary.json` under `out`.
     """
-    _check_data(task, data, console)
+    check_folder(task.dataset, data)
+    if task.dataset == "digits" and data is not None:
+        console.print(f"--data {data} is not used: scikit-learn brings the digits.", highlight=False)
+    ranks = ", ".join(f"{speed:g}" for speed in speeds)
+    heading = f"Training on {task.dataset} to {task.target:.0%} accuracy on {len(speeds)} ranks of speed {ranks}."
+    console.print(heading, highlight=False)
     out.mkdir(parents=True, exist_ok=True)
     results: list[dict[str, Any]] = []
     cluster = LabCluster(speeds=speeds, sample_s=task.sample_ms / 1e3, fixed_s=task.fixed_ms / 1e3)
@@ -59,14 +64,3 @@ def run_demo(
     (out / SUMMARY_NAME).write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2))
     console.print(results_table(task, speeds, results))
     return results
-
-
-def _check_data(task: Task, data: Path | None, console: Console) -> None:
-    """Before ranks are started, each of which would say it: is there a folder where one is needed."""
-    if task.dataset == "digits":
-        if data is not None:
-            console.print(f"--data {data} is not used: scikit-learn brings the digits.", highlight=False)
-    elif data is None:
-        raise InvalidInputError("Fashion-MNIST is not part of this package: say where it is with --data DIR")
-    elif not data.is_dir():
-        raise InvalidInputError(f"--data {data} is no folder: say where Fashion-MNIST is")

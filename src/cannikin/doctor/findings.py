@@ -1,10 +1,10 @@
-"""What a finding is, and the words for sizes in them."""
+"""What a finding is, and the words for counts and sizes in them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["LEVELS", "Finding", "blocker", "gib", "note", "ok", "rate", "warning"]
+__all__ = ["LEVELS", "Finding", "blocker", "counted", "gib", "note", "ok", "rate", "warning"]
 
 LEVELS = ("ok", "note", "warning", "blocker")
 
@@ -47,6 +47,15 @@ def warning(subject: str, text: str, advice: str, *, limits: str = "") -> Findin
 def blocker(subject: str, text: str, advice: str, *, limits: str = "") -> Finding:
     """Makes training impossible."""
     return Finding(subject=subject, level="blocker", text=text, advice=advice, limits=limits or text)
+
+
+def counted(number: float, noun: str) -> str:
+    """How many, with the noun in the right number.
+
+    >>> counted(1, "GPU"), counted(2.5, "core")
+    ('1 GPU', '2.5 cores')
+    """
+    return f"{number:g} {noun}{'' if number == 1 else 's'}"
 
 
 def gib(num_bytes: float) -> str:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from cannikin.doctor.facts import Facts, GpuFacts, TorchFacts
-from cannikin.doctor.findings import Finding, gib, note, ok, warning
+from cannikin.doctor.findings import Finding, counted, gib, note, ok, warning
 
 __all__ = ["gpu_findings"]
 
@@ -114,14 +114,14 @@ def _use(facts: Facts) -> Iterator[Finding]:
         yield note(
             "GPUs",
             "none: ranks compute on the CPU",
-            limits=f"no GPU, so ranks share {_cores(facts)}",
+            limits=f"no GPU, so ranks share {counted(facts.cpu.usable, 'CPU core')}",
         )
     elif num_gpus and not torch.devices and not (torch.cuda or torch.hip):
         yield warning(
             "use",
-            f"this PyTorch is a CPU build: it cannot use {_count(num_gpus)}",
+            f"this PyTorch is a CPU build: it cannot use {counted(num_gpus, 'GPU')}",
             "Install a CUDA build, as pytorch.org/get-started says for this driver.",
-            limits=f"{_count(num_gpus)} cannot be used by this PyTorch",
+            limits=f"{counted(num_gpus, 'GPU')} cannot be used by this PyTorch",
         )
     elif num_gpus and not torch.devices:
         reason = f"CUDA_VISIBLE_DEVICES={visible} hides them" if visible in {"", "-1"} else torch.problem or "unknown"
@@ -129,7 +129,7 @@ def _use(facts: Facts) -> Iterator[Finding]:
             "use",
             f"PyTorch can use no GPU: {reason}",
             "Unset CUDA_VISIBLE_DEVICES, or see why torch.cuda.is_available() is False.",
-            limits=f"{_count(num_gpus)} cannot be used",
+            limits=f"{counted(num_gpus, 'GPU')} cannot be used",
         )
     elif visible is not None and len(torch.devices) != num_gpus:
         yield note("use", f"CUDA_VISIBLE_DEVICES={visible} leaves {len(torch.devices)} of {num_gpus} GPUs")
@@ -159,15 +159,6 @@ def _sharing(facts: Facts) -> Iterator[Finding]:
         yield note("MPS", "a daemon runs: processes share GPUs" + (f", this one has {share}%" if share else ""))
     if any(gpu.exclusive for gpu in facts.gpus) and not facts.mps:
         yield note("mode", "exclusive: a second process on a GPU is refused, so one rank a GPU")
-
-
-def _cores(facts: Facts) -> str:
-    usable = facts.cpu.usable
-    return f"{usable:g} CPU core{'' if usable == 1 else 's'}"
-
-
-def _count(num_gpus: int) -> str:
-    return f"{num_gpus} GPU{'' if num_gpus == 1 else 's'}"
 
 
 def _numbers(version: str) -> tuple[int, ...]:

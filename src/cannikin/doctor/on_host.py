@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cannikin.doctor.facts import Facts
-from cannikin.doctor.findings import Finding, gib, note, ok, warning
+from cannikin.doctor.findings import Finding, counted, gib, note, ok, warning
 
 __all__ = ["host_findings"]
 
@@ -26,7 +26,7 @@ def host_findings(facts: Facts) -> Iterator[Finding]:
 
 def _cpu(facts: Facts) -> Finding:
     cpu = facts.cpu
-    text = _cores(cpu.num_cores) + (f", {cpu.name}" if cpu.name else "")
+    text = counted(cpu.num_cores, "core") + (f", {cpu.name}" if cpu.name else "")
     if cpu.usable >= cpu.num_cores:
         return ok("CPU", text)
     reasons = []
@@ -38,7 +38,7 @@ def _cpu(facts: Facts) -> Finding:
         "CPU",
         f"{text}; {' and '.join(reasons)}",
         "Count loader workers and threads by what is allowed, not by what the machine has.",
-        limits=f"{_cores(cpu.usable)} of {cpu.num_cores} may be used",
+        limits=f"{counted(cpu.usable, 'core')} of {cpu.num_cores} may be used",
     )
 
 
@@ -54,7 +54,7 @@ def _threads(facts: Facts) -> Iterator[Finding]:
             "threads",
             f"OMP_NUM_THREADS is not set: each of {ranks} ranks starts a thread for every core",
             f"Set OMP_NUM_THREADS={fair}.",
-            limits=f"{ranks} ranks' threads fight for {_cores(usable)}",
+            limits=f"{ranks} ranks' threads fight for {counted(usable, 'core')}",
         )
         return
     count = facts.count("OMP_NUM_THREADS")
@@ -63,9 +63,9 @@ def _threads(facts: Facts) -> Iterator[Finding]:
     elif ranks is not None and ranks * count > usable:
         yield warning(
             "threads",
-            f"{ranks} ranks of {count} threads each on {_cores(usable)}",
+            f"{ranks} ranks of {count} threads each on {counted(usable, 'core')}",
             f"Set OMP_NUM_THREADS={fair}." if count > fair else "Start fewer ranks, or allow more cores.",
-            limits=f"{ranks * count} threads on {_cores(usable)}",
+            limits=f"{ranks * count} threads on {counted(usable, 'core')}",
         )
     else:
         yield ok("threads", f"OMP_NUM_THREADS={count}" + (f" for each of {ranks} ranks" if ranks else ""))
@@ -126,7 +126,3 @@ def _files(facts: Facts) -> Iterator[Finding]:
     if target <= soft:
         advice = "If workers say 'too many open files': torch.multiprocessing.set_sharing_strategy('file_system')."
     yield level("open files", f"at most {soft:,}", advice)
-
-
-def _cores(count: float) -> str:
-    return f"{count:g} core{'' if count == 1 else 's'}"

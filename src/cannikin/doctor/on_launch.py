@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 from cannikin.core.planners import POLICIES
 from cannikin.doctor.facts import Facts
-from cannikin.doctor.findings import Finding, blocker, note, ok, warning
+from cannikin.doctor.findings import Finding, blocker, counted, note, ok, warning
 
 __all__ = ["KNOWN_VARIABLES", "lab_findings", "launch_findings"]
 
@@ -112,9 +112,7 @@ def _slurm(facts: Facts) -> Iterator[Finding]:
         return
     nodes, tasks = facts.num_hosts, facts.count("SLURM_NTASKS") or facts.num_hosts
     each = facts.count("SLURM_NTASKS_PER_NODE") or max(1, tasks // nodes)
-    text = f"job {facts.environment['SLURM_JOB_ID']}: {nodes} node{'' if nodes == 1 else 's'}, {tasks} task" + (
-        "" if tasks == 1 else "s"
-    )
+    text = f"job {facts.environment['SLURM_JOB_ID']}: {counted(nodes, 'node')}, {counted(tasks, 'task')}"
     gpus = max(1, facts.num_visible)
     if "RANK" in facts.environment:
         yield ok("Slurm", text)
@@ -152,9 +150,9 @@ def _sharing(facts: Facts) -> Iterator[Finding]:
         return
     yield warning(
         "ranks",
-        f"{ranks} ranks on this host and {gpus} GPU{'' if gpus == 1 else 's'}: NCCL refuses two ranks on one GPU",
+        f"{ranks} ranks on this host and {counted(gpus, 'GPU')}: NCCL refuses two ranks on one GPU",
         "Start one rank a GPU, or set CANNIKIN_BACKEND=gloo.",
-        limits=f"{ranks} ranks for {gpus} GPU{'' if gpus == 1 else 's'}",
+        limits=f"{ranks} ranks for {counted(gpus, 'GPU')}",
     )
 
 

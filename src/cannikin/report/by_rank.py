@@ -21,7 +21,6 @@ from cannikin.report.figure import (
     series_keys,
 )
 from cannikin.report.numbers import (
-    ACTIVITIES,
     activity_ms,
     column_means,
     early_rows,
@@ -30,6 +29,7 @@ from cannikin.report.numbers import (
     rank_rows,
     thin,
 )
+from cannikin.report.rank_times import ACTIVITIES
 from cannikin.report.step_bars import Bar, step_bars
 from cannikin.report.words import amount, duration, split
 from cannikin.runlog import Timeline

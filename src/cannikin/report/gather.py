@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections import deque
@@ -16,6 +17,7 @@ from cannikin.core.records import BoolArray, FloatArray
 from cannikin.errors import RunLogError
 from cannikin.report.arrays import WINDOW_COLUMNS, ByRank, Metric, RunArrays, Windows, latest
 from cannikin.report.keeping import Ends, Spread, Timelines
+from cannikin.report.window import before_ms, padded, predicted_ms
 from cannikin.runlog import EventRecord, Header, PlanRecord, Record, RunLogReader, WindowRecord
 
 __all__ = ["gather", "numbers_only", "read_arrays"]
@@ -96,11 +98,7 @@ class _Gathered:
         self._recent.clear()
 
     def _take_window(self, window: WindowRecord) -> None:
-        predicted_ms = next(
-            (plan.predicted_step_ms for plan in reversed(self._recent) if plan.local_batches == window.local_batches),
-            None,
-        )
-        self._windows.add(window, self._at(window.elapsed_ms), predicted_ms)
+        self._windows.add(window, self._at(window.elapsed_ms), predicted_ms(window, self._recent))
         self._last_step = max(self._last_step, window.first_step + window.num_steps - 1)
         if window.timeline is not None:
             self._timelines.add(window.timeline)
@@ -166,7 +164,7 @@ class _Table:
         self._num_ranks = 0
         self._chunks: list[tuple[FloatArray, ByRank]] = []
 
-    def add(self, window: WindowRecord, elapsed_ms: float, predicted_ms: float | None) -> None:
+    def add(self, window: WindowRecord, elapsed_ms: float, predicted_step_ms: float | None) -> None:
         n, noise = len(window.local_batches), window.noise
         if n != self._num_ranks or len(self._rows) >= _CHUNK_WINDOWS:
             self._flush()
@@ -177,16 +175,12 @@ class _Table:
                 *(window.first_step, window.num_steps, window.total_batch, window.step_ms, elapsed_ms),
                 *(window.progress, window.lr_factor, window.num_skipped),
                 *limits,
-                predicted_ms,
+                predicted_step_ms,
             )
         )
-        before_ms = window.before_ms
-        if window.loader_inside:
-            pairs = zip(before_ms, window.loader_ms, strict=False)
-            before_ms = tuple(None if ms is None else max(0.0, ms - (loader or 0.0)) for ms, loader in pairs)
-        columns = (before_ms, window.backward_ms, window.done_ms, window.wait_ms, window.loader_ms)
-        parts = [times if len(times) == n else (*times, *(None,) * n)[:n] for times in (*columns, window.other_ms)]
-        self._by_rank.append((*window.local_batches, *(time for times in parts for time in times)))
+        columns = (window.backward_ms, window.done_ms, window.wait_ms, window.loader_ms, window.other_ms)
+        times = (before_ms(window), *(padded(column, n) for column in columns))
+        self._by_rank.append((*window.local_batches, *itertools.chain.from_iterable(times)))
 
     def finish(self) -> tuple[Windows, int]:
         """All windows that stand, and the number of the others."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from typing import Generic, TypeVar
 
+from cannikin.report.rank_steps import longest_ns, rank_steps
 from cannikin.runlog import Timeline
 
 __all__ = ["Ends", "Spread", "Timelines"]
@@ -105,21 +105,15 @@ class Timelines:
 
 
 def _typical(lines: list[Timeline]) -> Timeline | None:
-    drawable = sorted((line for line in lines if _is_drawable(line)), key=_duration_ms)
+    drawable = sorted(filter(_is_drawable, lines), key=lambda line: longest_ns(rank_steps(line).values()))
     return drawable[len(drawable) // 2] if drawable else None
 
 
 def _is_drawable(line: Timeline) -> bool:
     """Whether all of its times are there, for all ranks and buckets alike, and it took any."""
-    n = len(line.local_batches)
-    if not n == len(line.before_ms) == len(line.ready_ms) == len(line.done_ms) or not n:
-        return False
-    buckets = {len(times) for times in (*line.ready_ms, *line.done_ms)}
-    times = [*line.before_ms, *(time for row in (*line.ready_ms, *line.done_ms) for time in row)]
-    known = len(buckets) == 1 and 0 not in buckets and all(time is not None and math.isfinite(time) for time in times)
-    return known and _duration_ms(line) > 0
-
-
-def _duration_ms(line: Timeline) -> float:
-    ends = (max(time for time in row if time is not None) for row in line.done_ms)
-    return max((before or 0.0) + end for before, end in zip(line.before_ms, ends, strict=True))
+    steps = rank_steps(line)
+    return (
+        0 < len(steps) == len(line.local_batches)
+        and len({len(step.buckets) for step in steps.values()}) == 1
+        and longest_ns(steps.values()) > 0
+    )

@@ -1,8 +1,6 @@
-"""What a live view looks like: the state of a run as a panel for rich, or as one line of text."""
+"""What a live view looks like: the state of a run as a panel for rich."""
 
 from __future__ import annotations
-
-from statistics import fmean
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -18,14 +16,13 @@ from cannikin.report.live_lines import (
     clock,
     fitted,
     number,
-    printable,
     sparkline,
     wrapped,
 )
 from cannikin.report.live_ranks import TRACK_STYLE, device_of, extremes, rank_lines, rank_rows
 from cannikin.report.live_state import LiveState
 
-__all__ = ["LivePanel", "status_line"]
+__all__ = ["LivePanel"]
 
 _MAX_ROWS = 8  # ranks with a row of their own
 _OTHER_LINES = 16  # that a panel has beside those rows
@@ -177,9 +174,8 @@ def _step_time(state: LiveState) -> Line:
         if measured is not None and predicted > 0:
             off = measured / predicted - 1
             parts.append((f" ({off:+.1%})", "green" if abs(off) < 0.05 else "yellow" if abs(off) < 0.2 else "red"))
-    waits = [times.shares[2] for times in state.times if times is not None]
-    if len(waits) > 1:
-        parts.append((f"; ranks wait {fmean(waits):.0%} of it", ""))
+    if state.wait_share is not None:
+        parts.append((f"; ranks wait {state.wait_share:.0%} of it", ""))
     return _fact("step time", *parts)
 
 
@@ -257,40 +253,3 @@ def _short(count: float) -> str:
         if count >= size:
             return f"{count / size:.3g}{unit}"
     return str(round(count))
-
-
-def status_line(state: LiveState) -> str:
-    """The run in one line, for a log that no terminal shows.
-
-    Example:
-        >>> status_line(LiveState())
-        'cannikin: the run has not begun'
-    """
-    if state.header is None:
-        return "cannikin: the run has not begun"
-    words = [f"step {state.step:,}"]
-    if state.current_pass is not None:
-        words.append(f"epoch {state.current_pass.epoch}")
-    share = state.goal_share if state.goal_share is not None else state.pass_share
-    if share is not None:
-        left = None if state.end is not None else state.left_s
-        words.append(f"{share:.0%}" + ("" if left is None else f", {clock(left)} left"))
-    window = state.window
-    if window is not None:
-        words.append(f"total batch {window.total_batch:,}{_split(window.local_batches)}")
-        measured = "step not measured" if window.step_ms is None else f"step {number(window.step_ms)} ms"
-        words.append(measured + ("" if state.predicted_ms is None else f" (predicted {number(state.predicted_ms)})"))
-        waits = [times.shares[2] for times in state.times if times is not None]
-        words += [f"waiting {fmean(waits):.0%}"] if len(waits) > 1 else []
-        words += (
-            [f"noise scale {number(window.noise.noise_scale)}"] if window.noise and window.noise.noise_scale else []
-        )
-        words += [f"learning rate x{number(window.lr_factor)}"] if window.lr_factor is not None else []
-    words += [f"{name} {number(value)}" for name, value in state.metrics.items()]
-    return printable("cannikin: " + ", ".join(words))
-
-
-def _split(batches: tuple[int, ...]) -> str:
-    if len(batches) > _MAX_ROWS:
-        return f" ({min(batches)} to {max(batches)} a rank)"
-    return f" = {'+'.join(map(str, batches))}" if len(batches) > 1 else ""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from statistics import fmean
 
-from cannikin.core.goodput import efficiency
 from cannikin.report.rank_times import RankTimes, rank_times
+from cannikin.report.window import predicted_ms, samples_per_s, worth
 from cannikin.runlog import EventRecord, Header, PlanRecord, Record, WindowRecord
 
-__all__ = ["LiveState", "Pass", "Point", "worth"]
+__all__ = ["LiveState", "Pass", "Point"]
 
 _NUM_POINTS = 60  # windows remembered, for sparklines and rates
 _NUM_PLANS = 16  # plans among which the prediction for a window's split is looked for
@@ -85,9 +86,7 @@ class LiveState:
 
     def _take_window(self, window: WindowRecord) -> None:
         self.window, self._times = window, None
-        self.predicted_ms = next(
-            (p.predicted_step_ms for p in reversed(self._plans) if p.local_batches == window.local_batches), None
-        )
+        self.predicted_ms = predicted_ms(window, self._plans)
         end = window.first_step + window.num_steps
         self.step = max(self.step, end)
         self._samples += window.num_steps * window.total_batch
@@ -177,10 +176,15 @@ class LiveState:
         return self._times
 
     @property
+    def wait_share(self) -> float | None:
+        """The part of a step that ranks wait for slower ones, their mean; None where fewer than two were measured."""
+        waits = [times.wait_ms / (times.total_ms or 1.0) for times in self.times if times is not None]
+        return fmean(waits) if len(waits) > 1 else None
+
+    @property
     def samples_per_s(self) -> float | None:
         """Samples of all ranks a second, in the steps of the last window."""
-        window = self.window
-        return None if window is None or not window.step_ms else window.total_batch / window.step_ms * 1e3
+        return None if self.window is None else samples_per_s(self.window)
 
     @property
     def efficiency(self) -> float | None:
@@ -194,24 +198,3 @@ class LiveState:
         """Samples a second times efficiency; None where the noise scale is not known."""
         pace, share = self.samples_per_s, self.efficiency
         return None if pace is None or share is None else pace * share
-
-
-def worth(window: WindowRecord, initial_batch: int) -> float | None:
-    """Efficiency of the window's total batch, from the noise measured by then; None where it is not known.
-
-    Example:
-        >>> from cannikin.runlog import NoiseRecord
-        >>> worth(WindowRecord(first_step=0, num_steps=5, num_valid=5, total_batch=192, local_batches=(96, 96),
-        ...                    noise=NoiseRecord(signal_sqnorm=1.0, noise_trace=64.0, noise_scale=64.0)), 64)
-        0.5
-    """
-    noise = window.noise
-    if noise is None or noise.signal_sqnorm is None or noise.noise_trace is None:
-        return None
-    share = efficiency(
-        window.total_batch,
-        initial_batch=initial_batch,
-        noise_trace=noise.noise_trace,
-        signal_sqnorm=noise.signal_sqnorm,
-    )
-    return float(share)

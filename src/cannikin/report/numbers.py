@@ -11,9 +11,9 @@ import numpy as np
 
 from cannikin.core.records import BoolArray, FloatArray, IntArray
 from cannikin.report.arrays import ByRank, Metric, Windows
+from cannikin.report.rank_times import ACTIVITIES, activities
 
 __all__ = [
-    "ACTIVITIES",
     "Phase",
     "activity_ms",
     "column_means",
@@ -27,7 +27,6 @@ __all__ = [
     "time_to_target_ms",
 ]
 
-ACTIVITIES = ("optimizer and forward", "backward", "communication", "waiting", "loading", "other")
 _MOST_PHASE_WINDOWS = 50
 
 
@@ -86,9 +85,6 @@ def rank_rows(num_ranks: int, most: int) -> list[int]:
 def activity_ms(windows: Windows, rows: slice | IntArray | BoolArray) -> FloatArray:
     """What each rank did with the time of a step in these windows, [W, n, A]; NaN where a rank measured nothing.
 
-    Communication is what no computing hid and no slower rank caused. Loading and other work count as 0 where they
-    were not measured.
-
     Example:
         >>> from cannikin.report.gather import gather
         >>> from cannikin.runlog import Header, JobInfo, WindowRecord
@@ -99,12 +95,8 @@ def activity_ms(windows: Windows, rows: slice | IntArray | BoolArray) -> FloatAr
         >>> activity_ms(run.windows, slice(None))[0].tolist()
         [[10.0, 20.0, 5.0, 5.0, 0.0, 0.0], [12.0, 23.0, 5.0, 0.0, 0.0, 0.0]]
     """
-    columns = (windows.before_ms, windows.backward_ms, windows.done_ms, windows.wait_ms)
-    before, backward, done, wait = (column[rows].astype(np.float64) for column in columns)
-    loader, other = (np.nan_to_num(column[rows]).astype(np.float64) for column in (windows.loader_ms, windows.other_ms))
-    exposed = np.maximum(done - backward, 0.0)
-    wait = np.clip(wait, 0.0, exposed)
-    return np.stack([before, backward, exposed - wait, wait, loader, other], axis=-1)
+    names = ("before", "backward", "done", "wait", "loader", "other")
+    return activities(**{name: getattr(windows, f"{name}_ms")[rows].astype(np.float64) for name in names})
 
 
 def mean_shares(times_ms: FloatArray, num_steps: FloatArray) -> FloatArray:

@@ -2,12 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
 
+import numpy as np
+
+from cannikin.core.records import FloatArray
+from cannikin.report.window import before_ms, padded
 from cannikin.runlog import WindowRecord
 
-__all__ = ["RankTimes", "rank_times"]
+__all__ = ["ACTIVITIES", "RankTimes", "activities", "rank_times"]
+
+ACTIVITIES = ("optimizer and forward", "backward", "communication", "waiting", "loading", "other")
+
+
+def activities(
+    *,
+    before: FloatArray,
+    backward: FloatArray,
+    done: FloatArray,
+    wait: FloatArray,
+    loader: FloatArray,
+    other: FloatArray,
+) -> FloatArray:
+    """What ranks did with the time of a step, in the order of `ACTIVITIES` along a last axis more.
+
+    Communication is what no computing hid and no slower rank caused. Loading and other work count as 0 where they were
+    not measured (NaN); any of the others makes what depends on it NaN.
+
+    Args:
+        before: optimizer and forward, without loading.
+        backward: until the last gradient was there.
+        done: from the start of backward to the end of the last all-reduce.
+        wait: the part of that in which a slower rank was waited for.
+        loader, other: waiting for data, and the user's own work.
+
+    Example:
+        >>> times = {"before": 10.0, "backward": 20.0, "done": 30.0, "wait": 4.0, "loader": np.nan, "other": 0.0}
+        >>> activities(**{name: np.array(ms) for name, ms in times.items()}).tolist()
+        [10.0, 20.0, 6.0, 4.0, 0.0, 0.0]
+    """
+    exposed = np.maximum(done - backward, 0.0)
+    waiting = np.clip(wait, 0.0, exposed)
+    return np.stack(
+        [before, backward, exposed - waiting, waiting, np.nan_to_num(loader), np.nan_to_num(other)], axis=-1
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,28 +93,19 @@ def rank_times(window: WindowRecord) -> list[RankTimes | None]:
         >>> rank_times(window)[0].parts_ms, rank_times(window)[1]
         ((30.0, 5.0, 25.0, 0.0), None)
     """
+    columns = (before_ms(window), window.backward_ms, window.done_ms, window.wait_ms, window.loader_ms)
     size = len(window.local_batches)
-    before, backward, done, wait, loader = (
-        _padded(times, size)
-        for times in (window.before_ms, window.backward_ms, window.done_ms, window.wait_ms, window.loader_ms)
+    before, backward, done, wait, loader = (np.array(padded(times, size), dtype=np.float64) for times in columns)
+    times = activities(
+        before=before,
+        backward=backward,
+        done=done,
+        wait=np.nan_to_num(wait),
+        loader=loader,
+        other=np.zeros(size),
     )
     found: list[RankTimes | None] = []
-    for start, back, end, waited, load in zip(before, backward, done, wait, loader, strict=True):
-        if start is None or back is None or end is None:
-            found.append(None)
-            continue
-        loading, waiting = load or 0.0, waited or 0.0
-        found.append(
-            RankTimes(
-                compute_ms=max(0.0, start - (loading if window.loader_inside else 0.0)) + back,
-                communication_ms=max(0.0, end - back - waiting),
-                wait_ms=waiting,
-                loading_ms=loading,
-            )
-        )
+    for first, back, communication, waited, loading, _ in times.tolist():
+        spent = RankTimes(compute_ms=first + back, communication_ms=communication, wait_ms=waited, loading_ms=loading)
+        found.append(spent if math.isfinite(spent.total_ms) else None)
     return found
-
-
-def _padded(times: Sequence[float | None], size: int) -> Sequence[float | None]:
-    """One entry a rank, None where the log has none."""
-    return times if len(times) == size else (*times, *[None] * size)[:size]

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from cannikin.report.live_state import worth
 from cannikin.report.rank_times import rank_times
+from cannikin.report.window import samples_per_s, worth
 from cannikin.runlog import EventRecord, Header, PlanRecord, Record, WindowRecord
 
 __all__ = ["SCALARS", "Scalar", "scalars", "step_of"]
@@ -78,7 +78,7 @@ def step_of(record: Record) -> int:
 
 
 def _run_scalars(window: WindowRecord, initial_batch: int | None) -> dict[str, float | None]:
-    noise, pace = window.noise, window.total_batch / window.step_ms * 1e3 if window.step_ms else None
+    noise, pace = window.noise, samples_per_s(window)
     share = None if initial_batch is None else worth(window, initial_batch)
     return {
         "cannikin/step": step_of(window),

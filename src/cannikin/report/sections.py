@@ -12,9 +12,11 @@ from cannikin.report.arrays import RunArrays
 from cannikin.report.by_rank import step_timeline, utilisation
 from cannikin.report.charts import run_charts
 from cannikin.report.compare import Target, compare_charts, compare_headline, compare_table, reached
-from cannikin.report.numbers import ACTIVITIES, late_rows, phase, prediction_error
+from cannikin.report.headline import headline
+from cannikin.report.numbers import late_rows, phase, prediction_error
 from cannikin.report.page import Item, Section, Table
-from cannikin.report.words import amount, duration, headline, memory, percent, split
+from cannikin.report.rank_times import ACTIVITIES
+from cannikin.report.words import amount, duration, memory, percent, split
 from cannikin.runlog import EventRecord, RankInfo
 
 __all__ = ["comparison", "run_section"]

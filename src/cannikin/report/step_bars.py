@@ -1,15 +1,10 @@
-"""One step as bars: what each rank computes, and each gradient bucket's all-reduce (the paper's overlap figures).
-
-Ranks' clocks differ, so they are lined up by the end of the last all-reduce, which is one moment for all of them.
-"""
+"""One step as bars: what each rank computes, and each gradient bucket's all-reduce (the paper's overlap figures)."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-
-from cannikin.core.records import FloatArray
+from cannikin.report.rank_steps import NS_PER_MS, longest_ns, rank_steps
 from cannikin.runlog import Timeline
 
 __all__ = ["Bar", "step_bars"]
@@ -39,32 +34,36 @@ def step_bars(line: Timeline) -> list[Bar]:
         >>> [(bar.rank, bar.kind, bar.start_ms, bar.length_ms) for bar in step_bars(line) if bar.lane == "link"]
         [(0, 'waiting', 30.0, 8.0), (0, 'all-reduce', 38.0, 5.0), (1, 'all-reduce', 38.0, 5.0)]
     """
-    before, ready, done = (np.array(times, dtype=np.float64) for times in (line.before_ms, line.ready_ms, line.done_ms))
-    ends = done.max(axis=1)
-    backward_starts = (before + ends).max() - ends
-    ready, done = ready + backward_starts[:, None], done + backward_starts[:, None]
+    steps = rank_steps(line)
+    end_ns = longest_ns(steps.values())
+    moments = {}  # of each rank's buckets, on one clock
     bars = []
-    for rank in range(len(before)):
-        start, last_ready = float(backward_starts[rank]), float(ready[rank].max())
-        bars.append(
-            Bar(rank, "compute", "optimizer and forward", None, start - float(before[rank]), float(before[rank]))
-        )
-        bars.append(Bar(rank, "compute", "backward", None, start, last_ready - start))
-        bars += _link_bars(rank, ready, done[rank])
+    for rank, step in steps.items():
+        start_ns = end_ns - step.length_ns
+        moments[rank] = [(start_ns + ready, start_ns + done) for ready, done in step.buckets]
+        forward_ns, ready_ns = start_ns - step.before_ns, start_ns + step.backward_ns
+        bars.append(_bar(rank, "compute", "optimizer and forward", None, forward_ns, start_ns))
+        bars.append(_bar(rank, "compute", "backward", None, start_ns, ready_ns))
+    all_ready_ns = [max(ready for ready, _ in buckets) for buckets in zip(*moments.values(), strict=True)]
+    for rank, buckets in moments.items():
+        bars += _link_bars(rank, buckets, all_ready_ns)
     return [bar for bar in bars if bar.length_ms > 0]
 
 
-def _link_bars(rank: int, ready: FloatArray, done: FloatArray) -> list[Bar]:
-    """Waiting and all-reduces of one rank; `ready` is [n, J] and `done` [J], on one clock."""
+def _link_bars(rank: int, buckets: list[tuple[int, int]], all_ready_ns: list[int]) -> list[Bar]:
+    """Waiting and all-reduces of one rank, whose buckets these are."""
     bars = []
-    free = -np.inf  # the rank is done with all buckets so far
-    for bucket, (all_ready, own_ready, end) in enumerate(zip(ready.max(axis=0), ready[rank], done, strict=True)):
-        if end >= free:
-            begin = max(float(own_ready), free)
-            start = min(max(float(all_ready), begin), float(end))
-            bars.append(Bar(rank, "link", "waiting", bucket, min(begin, start), start - min(begin, start)))
-        else:  # overtaken by a later bucket
-            start = min(float(all_ready), float(end))
-        bars.append(Bar(rank, "link", "all-reduce", bucket, start, float(end) - start))
-        free = max(free, float(end))
+    free = 0  # the rank is done with all buckets so far
+    for bucket, (all_ready, (own_ready, end)) in enumerate(zip(all_ready_ns, buckets, strict=True)):
+        start = min(all_ready, end)
+        if end >= free:  # not overtaken by a later bucket
+            begin = max(own_ready, free)
+            start = min(max(all_ready, begin), end)
+            bars.append(_bar(rank, "link", "waiting", bucket, begin, start))
+        bars.append(_bar(rank, "link", "all-reduce", bucket, start, end))
+        free = max(free, end)
     return bars
+
+
+def _bar(rank: int, lane: str, kind: str, bucket: int | None, start_ns: int, end_ns: int) -> Bar:
+    return Bar(rank, lane, kind, bucket, start_ns / NS_PER_MS, (end_ns - start_ns) / NS_PER_MS)

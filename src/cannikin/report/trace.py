@@ -23,7 +23,8 @@ from typing import Any
 
 import msgspec
 
-from cannikin.report.trace_times import RankStep, RunClock, as_ns, finite, rank_steps
+from cannikin.report.rank_steps import RankStep, as_ns, finite, longest_ns, rank_steps
+from cannikin.report.trace_times import RunClock
 from cannikin.runlog import EventRecord, Header, PlanRecord, RankInfo, Record, Timeline, WindowRecord
 
 __all__ = ["Event", "keep_timelines", "trace_events"]
@@ -141,8 +142,7 @@ class _Drawing:
         ranks = rank_steps(line)
         if not ranks:
             return
-        longest_ns = max(step.before_ns + step.length_ns for step in ranks.values())
-        end_ns = max(as_ns(self._clock.end_of(line.step)), self._drawn_ns + longest_ns)
+        end_ns = max(as_ns(self._clock.end_of(line.step)), self._drawn_ns + longest_ns(ranks.values()))
         self._drawn_ns = end_ns
         shortest_tail_ns = min(step.tail_ns for step in ranks.values())
         for rank, step in ranks.items():

@@ -1,16 +1,11 @@
-"""Where a trace puts things: steps and records on the time of the run, and the parts of a rank's step."""
+"""Where a trace puts things: steps and records on the time of the run."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from cannikin.report.rank_steps import finite
+from cannikin.runlog import WindowRecord
 
-from cannikin.runlog import Timeline, WindowRecord
-
-__all__ = ["RankStep", "RunClock", "as_ns", "finite", "rank_steps"]
-
-_NS_PER_MS = 1_000_000
-_MOST = 1e15  # what a damaged log may say beyond it is no time and no batch
+__all__ = ["RunClock"]
 
 
 class RunClock:
@@ -52,51 +47,3 @@ class RunClock:
     def _note(self, time_ms: float) -> float:
         self.latest_ms = max(self.latest_ms, time_ms)
         return time_ms
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankStep:
-    """One rank's step in nanoseconds; moments of buckets (ready, done) and lengths are after the start of backward."""
-
-    local_batch: int
-    before_ns: int
-    backward_ns: int
-    length_ns: int
-    buckets: tuple[tuple[int, int], ...]
-
-    @property
-    def tail_ns(self) -> int:
-        """From the end of backward to the end of the last all-reduce."""
-        return self.length_ns - self.backward_ns
-
-
-def rank_steps(line: Timeline) -> dict[int, RankStep]:
-    """The ranks that have all of their times, which never go back."""
-    steps = {}
-    for rank, (batch, before, ready, done) in enumerate(
-        zip(line.local_batches, line.before_ms, line.ready_ms, line.done_ms, strict=False)
-    ):
-        times = [finite(time) for time in (before, *ready, *done)]
-        if None in times or not ready or len(ready) != len(done):
-            continue
-        before_ns, *moments = (as_ns(time) for time in times if time is not None)
-        ready_ns, done_ns = moments[: len(ready)], moments[len(ready) :]
-        buckets = tuple((start, max(start, end)) for start, end in zip(ready_ns, done_ns, strict=True))
-        steps[rank] = RankStep(
-            local_batch=batch,
-            before_ns=before_ns,
-            backward_ns=max(ready_ns),
-            length_ns=max(end for _, end in buckets),
-            buckets=buckets,
-        )
-    return steps
-
-
-def finite(value: float | None) -> float | None:
-    """A number that can be a time or a count; None for anything else."""
-    return max(value, 0.0) if value is not None and math.isfinite(value) and value < _MOST else None
-
-
-def as_ns(time_ms: float) -> int:
-    """Milliseconds as whole nanoseconds."""
-    return round(time_ms * _NS_PER_MS)

@@ -13,6 +13,7 @@ from cannikin.core.records import Job, Planner
 from cannikin.errors import InvalidInputError, StateError
 from cannikin.runlog import RankInfo
 from cannikin.runtime.profiles import ProfileStore
+from cannikin.runtime.tracking import StepTracker
 
 __all__ = ["check_owner", "planner_for", "policy_name", "settings_of"]
 
@@ -34,11 +35,11 @@ def settings_of(job: Job, **choices: Any) -> dict[str, Any]:
     }
 
 
-def check_owner(optimizer: torch.optim.Optimizer, engine: Any) -> None:
+def check_owner(optimizer: torch.optim.Optimizer, tracker: StepTracker) -> None:
     """Refuse an optimizer whose rates another engine scales already: both would, and neither could undo it."""
     hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
-    owners = [owner for hook in hooks if isinstance(owner := getattr(hook, "__self__", None), type(engine))]
-    if any(owner is not engine and owner.coordinator is not None for owner in owners):
+    owners = [owner for hook in hooks if isinstance(owner := getattr(hook, "__self__", None), StepTracker)]
+    if any(owner is not tracker and owner.bound for owner in owners):
         raise InvalidInputError(
             "the optimizer belongs to another model with a loader, or to an earlier wrapper of this one: make a "
             "new optimizer for each HeteroDataParallel"

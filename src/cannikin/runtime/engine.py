@@ -1,18 +1,18 @@
-"""What turns a DDP module into one with unequal local batches: hooks around forward, gradients and optimizer.
+"""What turns a DDP module into one with unequal local batches: plans for the loader, state and figures for the user.
 
-One engine a model; no global state.
+One engine a model; no global state. What happens inside a step is `tracking`'s.
 """
 
 from __future__ import annotations
 
 import os
-import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from cannikin.core.lr import lr_factor
 from cannikin.core.records import Job, Plan, Planner
@@ -24,24 +24,23 @@ from cannikin.runtime.coordinator import Coordinator
 from cannikin.runtime.cutting import whole_number
 from cannikin.runtime.entries import BatchEntry, BatchSource
 from cannikin.runtime.exchange import Exchange, pause_at_exit
-from cannikin.runtime.hook import HookState, share_of, weighted_hook
-from cannikin.runtime.matching import BatchQueue, Part, check_size
+from cannikin.runtime.hook import HookState, share_of
+from cannikin.runtime.matching import BatchQueue, Part
 from cannikin.runtime.memory import CudaMemory, MemoryGauge, advise_when_uncaught, is_out_of_memory
 from cannikin.runtime.messages import Decision
+from cannikin.runtime.metrics import check_metrics
 from cannikin.runtime.precondition import InverseVariance, is_adam
 from cannikin.runtime.profiles import ProfileStore, introduce, model_key
 from cannikin.runtime.progress import Progress
 from cannikin.runtime.rates import RateScaler, choose_rule
-from cannikin.runtime.recording import Recorder, check_metrics, end_unless_broken
+from cannikin.runtime.recording import Recorder, end_unless_broken
 from cannikin.runtime.step import StepInProgress
 from cannikin.runtime.timing import make_clock
-from cannikin.runtime.weighting import choose_weighting, has_batch_norm, mark_outputs, weigh
+from cannikin.runtime.tracking import StepTracker
+from cannikin.runtime.weighting import choose_weighting, has_batch_norm
 from cannikin.runtime.windows import Report
 
 __all__ = ["Engine", "attach"]
-
-# Norms cost two passes over the gradient: on every step at first, then on one in four.
-_NORMS_ALWAYS, _NORMS_EVERY = 60, 4
 
 
 class Engine:
@@ -72,10 +71,9 @@ class Engine:
         self._device = device = next(ddp.parameters()).device
         self._ddp = ddp
         self._optimizer = optimizer
+        self._warmup_steps = warmup_steps
         if grad_scaler is not None and not grad_scaler.is_enabled():  # GradScaler(enabled=use_amp)
             grad_scaler = None
-        self._grad_scaler = grad_scaler
-        self._warmup_steps = warmup_steps
         self._exchange = Exchange(ddp.process_group)
         self._statistics = RunningStatistics(ddp.module, ddp.process_group)
         self._recorder = Recorder(observers, run_dir, active=self._exchange.rank == 0)
@@ -92,37 +90,23 @@ class Engine:
         self._queue = BatchQueue()
         self._pass: dict[str, int] | None = None  # where a pass begins, until the ranks have agreed on it
         self._pass_over = False
-        self._part: Part | None = None
         self._cuts_batches = False  # the loop uses micro_batches()
         self._item_count: Any = None
-        self._unsynced = 0  # backward passes under no_sync whose gradients wait for the next synchronised one
-        self._num_taken = 0
-        self._first_valid = 2 if ddp.static_graph else 1  # DDP rebuilds its buckets after the first steps
-        self._register(ddp, optimizer, comm_wrapper)
+        self._tracker = StepTracker(
+            ddp,
+            self._state,
+            self._queue,
+            self._memory,
+            weighting=self.weighting,
+            grad_scaler=grad_scaler,
+            on_take=self._keep_appointments,
+            on_update=self._begin_update,
+            on_updated=self._end_update,
+        )
+        self._tracker.register(ddp, optimizer, comm_wrapper)
         weakref.finalize(self, end_unless_broken, self._recorder, self._queue)
         advise_when_uncaught(self)
         pause_at_exit()
-
-    def _register(self, ddp: Any, optimizer: torch.optim.Optimizer, comm_wrapper: Any) -> None:
-        hook = weighted_hook if comm_wrapper is None else comm_wrapper(weighted_hook)
-
-        def cannikin_hook(state, bucket):  # type: ignore[no-untyped-def]
-            # DDP refuses a bf16 wrapper, by its name, where there is no CUDA; gloo carries bf16 well.
-            return hook(state, bucket)
-
-        try:
-            ddp.register_comm_hook(self._state, cannikin_hook)
-        except RuntimeError as error:
-            raise InvalidInputError(
-                "this DDP module has a communication hook already, and takes only one: "
-                "pass a compression wrapper as comm_wrapper= instead of registering it"
-            ) from error
-        # Hooks run outside of forward, so its own exemption from the compiler does not cover them.
-        undisturbed: Any = torch.compiler.disable
-        ddp.register_forward_pre_hook(undisturbed(self._before_forward), with_kwargs=True)
-        ddp.register_forward_hook(undisturbed(self._after_forward))
-        optimizer.register_step_pre_hook(self._before_optimizer)
-        optimizer.register_step_post_hook(self._after_optimizer)
 
     # The loader's side (entries.Feed).
 
@@ -145,7 +129,7 @@ class Engine:
         """Take this loader as the source of batches, after checking that all ranks agree on it."""
         if self.coordinator is not None:
             raise InvalidInputError("this model has a loader already: give each model one HeteroDataLoader")
-        check_owner(self._optimizer, self)
+        check_owner(self._optimizer, self._tracker)
         policy = policy_name(self.policy)
         choices = {"policy": policy, "weighting": self.weighting, "lr_rule": self.lr_rule}
         agreed = settings_of(job, **choices, warmup_steps=self._warmup_steps)
@@ -169,6 +153,7 @@ class Engine:
             loaded_alone=source.prefetch_depth == 0,
             on_decision=self._decided,
         )
+        self._tracker.bound = True
         self.coordinator.agree()
         if self.world_size == 1 and job.largest_total > job.batch_size:
             self._state.previous = {}
@@ -252,17 +237,17 @@ class Engine:
 
         `synced` is whether the last part will be: the batch is not one of several that accumulate.
         """
-        step = self._current_or_next()
+        step = self._tracker.current_or_next()
         self._cuts_batches = True
         step.part_size = max(step.part_size, round(share * step.entry.local_batch))
         items = step.entry.items
         if items is not None and self._item_count is None:
             raise InvalidInputError("micro_batches() of items needs item_count= of the loader to weigh the parts")
-        self._part = Part(share=self._item_count(part) / items if items else share, synced=synced)
+        self._tracker.part = Part(share=self._item_count(part) / items if items else share, synced=synced)
 
     def end_parts(self) -> None:
         """The batch in hand has been cut up and used."""
-        self._part = None
+        self._tracker.part = None
 
     def num_parts(self, local_batch: int) -> int:
         """Parts that a batch must be cut into for each to fit into memory, as far as is known."""
@@ -281,57 +266,13 @@ class Engine:
             raise BatchMatchError("there is no training step yet: call forward first")
         return 0.0 if step.entry.is_padding else share_of(self._state, step)
 
-    # Forward.
+    # The tracker's side: what a step waits for.
 
-    def _before_forward(self, module: Any, args: Any, kwargs: Any) -> None:
-        if not (module.training and torch.is_grad_enabled()):
+    def _keep_appointments(self, entry: BatchEntry, previous: StepInProgress | None) -> None:
+        """What ranks do together at fixed steps, between the end of one step and the next."""
+        coordinator = self.coordinator
+        if coordinator is None:
             return
-        step = self._current_or_next()
-        if self._part is None:
-            check_size(step.entry, args, kwargs)
-        if step.forward_start is None:
-            step.forward_start = self._clock.mark()
-
-    def _current_or_next(self) -> StepInProgress:
-        step = self._state.step
-        if step is None or (self._part is None and self._queue.is_over(step)):
-            return self._take()
-        return step
-
-    def _take(self) -> StepInProgress:
-        """Finish with the step before, keep the appointments between ranks, and begin the oldest step in the queue."""
-        entry, previous, scale = self._queue.take(), self._state.step, self._loss_scale()
-        if previous is not None:
-            previous.next_scale = scale
-            if previous.backward_began:
-                self._unsynced = 0 if previous.synced else self._unsynced + 1
-            share_of(self._state, previous)  # so that no sum of items is left behind under no_sync
-        if self.coordinator is not None:
-            self._keep_appointments(self.coordinator, entry, previous)
-        self._num_taken += 1
-        step = StepInProgress(entry=entry, valid=self._num_taken > self._first_valid)
-        step.previous_end = None if previous is None else previous.optimizer_end
-        step.take_norms = (
-            self._num_taken <= _NORMS_ALWAYS
-            or self._num_taken % _NORMS_EVERY == 0
-            or self._state.previous is not None  # which must be that of the step before
-        )
-        step.loss_scale = scale
-        self._memory.begin_step(entry.local_batch)
-        self._state.step = step
-        return step
-
-    def _loss_scale(self) -> torch.Tensor | None:
-        """What a GradScaler multiplies the next loss by, as it is now."""
-        if self._grad_scaler is None:
-            return None
-        scale = getattr(self._grad_scaler, "_scale", None)  # its public get_scale() would wait for the device
-        if scale is None:  # before the first loss, when get_scale() has nothing to wait for
-            return torch.full((), self._grad_scaler.get_scale(), device=self._device)
-        kept: torch.Tensor = scale.clone()
-        return kept
-
-    def _keep_appointments(self, coordinator: Coordinator, entry: BatchEntry, previous: StepInProgress | None) -> None:
         if self._pass is not None:
             batches = coordinator.plan_at(entry.step).local_batches
             place, self._pass = {**self._pass, "progress": self.progress, "local_batches": batches}, None
@@ -346,38 +287,15 @@ class Engine:
         if coordinator.tick(entry.step):
             self._average_statistics()
 
-    def _after_forward(self, module: Any, args: Any, output: Any) -> Any:
-        step, part = self._state.step, self._part
-        if step is None or not (module.training and torch.is_grad_enabled()):
-            return output
-        synced = module.require_backward_grad_sync if part is None else part.synced
-        step.accumulated = self._unsynced > 0
-        inward = weigh(step, self.weighting, self.world_size, accumulating=not synced or self._unsynced > 0)
-        share = 1.0 if part is None else part.share
+    def _begin_update(self) -> None:
+        if self.coordinator is not None:
+            self._rates.apply(self._optimizer, self.lr_scale)
 
-        def at_backward() -> float:
-            # Of a batch in parts, all but the last one's backward counts as what comes before.
-            if step.backward_start is None or (part is not None and not step.synced):
-                step.backward_start = self._clock.mark()
-            return share * self.world_size * share_of(self._state, step) if inward else share
-
-        marked, num_marked = mark_outputs(output, at_backward)
-        if num_marked == 0 and self._num_taken == 1:
-            self._explain_unmarked(output, needed=inward or part is not None)
-        return marked
-
-    def _explain_unmarked(self, output: Any, *, needed: bool) -> None:
-        text = f"forward returned a {type(output).__name__} in which no tensor with a gradient was found"
-        if needed:
-            raise InvalidInputError(
-                f"{text}, so its loss cannot be weighted: return tensors, also in lists, tuples, dicts or dataclasses"
-            )
-        warnings.warn(
-            f"{text}: gradients are right, but this rank's time cannot be measured and nothing adapts; return tensors, "
-            "also in lists, tuples, dicts or dataclasses",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+    def _end_update(self) -> None:
+        self._rates.undo()
+        self._progress.advance(self._optimizer, self.gain)
+        if self._variance is not None:
+            self._variance.count_step()
 
     def explain(self, error: BaseException) -> None:
         """Say what to do where a training step ran out of memory."""
@@ -386,47 +304,6 @@ class Engine:
             advice = self._memory.advice(self.rank, step.forward_size)
             if advice not in getattr(error, "__notes__", ()):
                 error.add_note(advice)
-
-    # The optimizer.
-
-    def _before_optimizer(
-        self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None:
-            self._begin_update(optimizer)
-            return None
-
-        def train_and_begin_update() -> Any:
-            # Lightning trains in here: the update begins once it is done.
-            loss = closure()
-            self._begin_update(optimizer)
-            return loss
-
-        return (args[0], train_and_begin_update, *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}
-
-    def _begin_update(self, optimizer: torch.optim.Optimizer) -> None:
-        step = self._state.step
-        if self._state.unmatched and self.coordinator is not None:
-            self._state.unmatched = False
-            raise BatchMatchError(
-                "optimizer.step() with gradients of a forward in eval mode, which cannot be matched to a batch and are "
-                "not weighted: train with model.train(), and to freeze layers call eval() on those, in model.module"
-            )
-        if step is not None and step.synced:
-            step.optimizer_start = self._clock.mark()
-        if self.coordinator is not None:
-            self._rates.apply(optimizer, self.lr_scale)
-
-    def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._rates.undo()
-        self._progress.advance(optimizer, self.gain)
-        if self._variance is not None:
-            self._variance.count_step()
-        step = self._state.step
-        if step is not None and step.optimizer_start is not None:
-            step.optimizer_end = self._clock.mark()
-            self._memory.end_step(step.forward_size)
 
     # State.
 
@@ -448,6 +325,28 @@ class Engine:
             self._recorder.skip_changes(self.coordinator.planner)
 
     # For users.
+
+    def epochs(self, num_epochs: float) -> Iterator[int]:
+        """See `HeteroDataParallel.epochs`."""
+        coordinator, source = self.coordinator, self.source
+        if coordinator is None or source is None or coordinator.job.num_samples is None:
+            raise InvalidInputError("epochs() needs a HeteroDataLoader of known length: build it first, or use range()")
+        goal = num_epochs * coordinator.job.num_samples / coordinator.job.batch_size
+        self.goal = float(num_epochs)
+        try:
+            while self.progress < goal - 0.5:  # a last step that is half done would cost a whole pass
+                yield source.epoch
+        finally:
+            self.goal = None
+
+    def weighted_mean(self, value: torch.Tensor | float) -> torch.Tensor:
+        """See `HeteroDataParallel.weighted_mean`."""
+        share = self.current_share
+        total = torch.as_tensor(value, device=self._device).detach() * share
+        if share == 0:
+            total = torch.zeros_like(total)  # not multiplied by 0: 0 x NaN is NaN
+        dist.all_reduce(total, group=self._ddp.process_group)
+        return total
 
     def log(self, /, **metrics: Any) -> None:
         """See `HeteroDataParallel.log`."""

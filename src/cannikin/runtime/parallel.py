@@ -142,16 +142,7 @@ class HeteroDataParallel(DistributedDataParallel):
         A pass at a larger batch makes less progress, so there may be more passes than `num_epochs`; `range(num_epochs)`
         gives that many passes whatever they are worth.
         """
-        coordinator, source = self.engine.coordinator, self.engine.source
-        if coordinator is None or source is None or coordinator.job.num_samples is None:
-            raise InvalidInputError("epochs() needs a HeteroDataLoader of known length: build it first, or use range()")
-        goal = num_epochs * coordinator.job.num_samples / coordinator.job.batch_size
-        self.engine.goal = float(num_epochs)
-        try:
-            while self.progress < goal - 0.5:  # a last step that is half done would cost a whole pass
-                yield source.epoch
-        finally:
-            self.engine.goal = None
+        return self.engine.epochs(num_epochs)
 
     def log(self, /, **metrics: Any) -> None:
         """Write what you measured, such as `model.log(accuracy=0.93)`, into the run log and to the observers.
@@ -177,12 +168,7 @@ class HeteroDataParallel(DistributedDataParallel):
 
         Every rank must call it, and waits for the others.
         """
-        share = self.engine.current_share
-        total = torch.as_tensor(value, device=next(self.parameters()).device).detach() * share
-        if share == 0:
-            total = torch.zeros_like(total)  # not multiplied by 0: 0 x NaN is NaN
-        dist.all_reduce(total, group=self.process_group)
-        return total
+        return self.engine.weighted_mean(value)
 
     def micro_batches(self, batch: Any, num_parts: int | None = None) -> Iterator[Any]:
         """Cut a batch along dimension 0 and hold synchronisation back on all parts but the last.

@@ -8,17 +8,15 @@ import time
 import warnings
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 
 from cannikin._version import __version__
 from cannikin.core.records import Job, Plan
-from cannikin.errors import InvalidInputError, RunLogError
+from cannikin.errors import RunLogError
 from cannikin.runlog import (
     RUNLOG_NAME,
     Decisions,
@@ -36,7 +34,7 @@ from cannikin.runlog.writer import set_aside
 from cannikin.runtime.matching import BatchQueue
 from cannikin.runtime.windows import Report
 
-__all__ = ["Recorder", "check_metrics", "end_unless_broken"]
+__all__ = ["Recorder", "end_unless_broken"]
 
 
 class Recorder:
@@ -203,32 +201,3 @@ def end_unless_broken(recorder: Recorder, queue: BatchQueue) -> None:
     """
     if getattr(sys, "last_value", None) is None:
         recorder.end(queue.num_taken)
-
-
-def check_metrics(metrics: dict[str, Any], *, read: bool) -> dict[str, int | float]:
-    """Metrics as plain numbers; without `read` they are only checked, which waits for no device."""
-    if not metrics:
-        raise InvalidInputError("log() was given nothing to write: name what you measured, as in log(accuracy=0.93)")
-    for name, value in metrics.items():
-        if not _is_number(value):
-            shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
-            raise InvalidInputError(
-                f"log({name}=...) was given a {type(value).__name__}{shape}: a metric is one real number; write its "
-                "mean, or each part under a name of its own"
-            )
-    return {name: _plain(value) for name, value in metrics.items()} if read else {}
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.ndim == 0 and not value.is_complex()
-    if isinstance(value, np.ndarray | np.generic):
-        return value.ndim == 0 and value.dtype.kind in "biuf"
-    return isinstance(value, Real)
-
-
-def _plain(value: Any) -> int | float:
-    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
-        value = value.item()
-    whole = isinstance(value, Integral) and -(2**63) <= int(value) < 2**63  # as JSON's readers have them
-    return int(value) if whole else float(value)
