@@ -175,7 +175,9 @@ def test_without_a_maximum_the_total_stays() -> None:
 
 def test_one_rank_keeps_the_whole_batch() -> None:
     training = Training(Controller(Job(num_ranks=1, batch_size=32)), np.random.default_rng(15))
-    assert training.run(cluster_of([1.0]), 30).local_batches == (32,)
+    plan = training.run(cluster_of([1.0]), 30)
+    assert plan.local_batches == (32,)
+    assert "one rank has the whole batch" in plan.reason
 
 
 def test_steps_marked_invalid_teach_nothing() -> None:

@@ -66,6 +66,11 @@ def test_a_gain_of_five_per_cent_or_less_changes_nothing() -> None:
     assert "64 -> 128" in choice.reason
 
 
+def test_a_total_that_is_the_best_already_is_not_compared_with_itself() -> None:
+    choice = choose_total(np.array([64, 128]), np.array([0.1, 0.3]), np.ones(2), 64)
+    assert choice.reason == "total batch stays 64: the best in reach"
+
+
 def test_a_total_that_the_ranks_cannot_hold_is_never_chosen() -> None:
     choice = choose_total(np.array([64, 128, 256]), np.array([0.1, 0.16, np.inf]), np.ones(3), 64)
     assert choice.total_batch == 128

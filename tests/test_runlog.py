@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -262,6 +263,15 @@ def test_a_missing_log_is_refused(tmp_path, name):
 
 
 # Reading while it is written
+
+
+def test_where_a_folder_of_runs_is_given_one_of_them_is_named(tmp_path):
+    for name in ("b", "a"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "runlog.jsonl").touch()
+    first = re.escape(str(tmp_path / "a"))
+    with pytest.raises(RunLogError, match=f"cannot be read.*; a run is in {first}: give that$"):
+        read_runlog(tmp_path)
 
 
 def test_a_reader_gets_each_record_once_and_only_when_its_line_is_complete(path):

@@ -49,6 +49,21 @@ def test_a_run_that_has_ended_is_told_in_one_line_where_there_is_no_terminal(tmp
     assert line.endswith("ended")
 
 
+def test_a_run_that_ended_before_its_first_window_waits_for_nothing(tmp_path):
+    shown = watch(write_log(tmp_path, [HEADER, END]), "--once").stdout
+    assert "no step was measured" in shown
+    assert "waiting" not in shown
+
+
+def test_in_a_folder_of_runs_one_of_them_is_named(tmp_path):
+    for name in ("even", "cannikin"):
+        write_log(tmp_path / name, run(3))
+    result = watch(tmp_path, "--once")
+    assert result.exit_code == 2
+    assert result.stderr.endswith(f"has no run log: give a run in it: {tmp_path / 'cannikin'}\n")
+    assert f"a run is in {tmp_path / 'cannikin'}" in watch(tmp_path, "--wait", "0.01").stderr.splitlines()[0]
+
+
 def test_a_log_killed_inside_a_line_is_shown_as_far_as_it_goes(tmp_path):
     path = write_log(tmp_path, run(3)) / "runlog.jsonl"
     path.write_bytes(path.read_bytes()[:-40])

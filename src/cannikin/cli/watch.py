@@ -15,6 +15,7 @@ from cannikin.report.follow import FollowedRun
 from cannikin.report.gather import numbers_only
 from cannikin.report.live_panel import LivePanel
 from cannikin.report.status_line import status_line
+from cannikin.runlog import run_inside
 
 __all__ = ["command"]
 
@@ -53,12 +54,17 @@ def _await_log(followed: FollowedRun, run: Path, wait_s: float) -> None:
     deadline = time.monotonic() + wait_s
     followed.poll()
     if not followed.has_begun and wait_s > 0:
-        click.echo(f"waiting for the run log of {run} (at most {wait_s:g} s)", err=True)
+        inside = run_inside(run)
+        hint = "" if inside is None else f"; a run is in {inside}"
+        click.echo(f"waiting for the run log of {run} (at most {wait_s:g} s){hint}", err=True)
     while not followed.has_begun:
         if time.monotonic() >= deadline:
             there = "has no header yet" if run.exists() and not run.is_dir() else "has no run log"
             waited = f" after {wait_s:g} s" if wait_s > 0 else ""
-            raise RunLogError(f"{run}: {there}{waited}: give the run_dir of a training script, or its runlog.jsonl")
+            inside = run_inside(run)
+            wanted = "the run_dir of a training script, or its runlog.jsonl"
+            wanted = wanted if inside is None else f"a run in it: {inside}"
+            raise RunLogError(f"{run}: {there}{waited}: give {wanted}")
         time.sleep(min(_POLL_S, max(0.0, deadline - time.monotonic())))
         followed.poll()
 

@@ -181,7 +181,9 @@ class Controller:
         batches, phase, said = best.local_batches, "optperf", best.reason
         even = even_batches(self.job, total_batch)
         if step_time(cluster, even) <= best_s * (1 + max(_SAME, _EVEN * precision)):
-            batches, phase, said = even, "even", "no rank differs from another by more than the noise"
+            alone = "one rank has the whole batch"
+            said = alone if len(even) == 1 else "no rank differs from another by more than the noise"
+            batches, phase = even, "even"
         if now.total_batch == total_batch:
             now_s = step_time(cluster, now.local_batches)
             if batches == now.local_batches:

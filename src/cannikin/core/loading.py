@@ -1,9 +1,11 @@
 """Which ranks wait for their data, and how long their loaders need for a batch: the L_i(b) of `perf`.
 
 Loading overlaps the step, so it shows only where it is the slower of the two: the whole interval of a rank that waits
-for its data is one observation of L_i. At a split that takes this into account there is next to no wait left, so a
-missing wait alone proves nothing. It does where the line promises one; elsewhere the line is lowered little by little,
-since the loader may have become faster meanwhile, until a wait confirms it or it no longer matters.
+for its data is one observation of L_i, provided that the others wait for it: a rank that waits for them in the all-
+reduce as well was not held up by its loader, but by the moment that taking a batch from a worker always costs. At a
+split that takes this into account there is next to no wait left, so a missing wait alone proves nothing. It does where
+the line promises one; elsewhere the line is lowered little by little, since the loader may have become faster
+meanwhile, until a wait confirms it or it no longer matters.
 """
 
 from __future__ import annotations
@@ -17,11 +19,21 @@ from cannikin.core.records import BoolArray, StepWindow
 
 __all__ = ["LoadHistory"]
 
-_WAITS = 0.05  # share of the interval from which a wait counts, in most steps of a window,
-_STILL_WAITS = 0.01  # and from which it confirms a line that is known
+_WAITS = 0.2  # share of the interval from which a wait counts, in most steps of a window: handing over may take 15%,
+_STILL_WAITS = 0.1  # and from which it confirms a line that is known
+_NEAR = 0.05  # shares of the interval that differ by less are taken as equal
 _APART = 1.25  # local batches with this ratio tell fixed from per-sample time
 _FADE = 0.99  # of a line that no wait confirms, a window
 _IDLE = 0.8  # below this share of the interval a line no longer matters
+
+
+def _is_last(window: StepWindow) -> BoolArray:
+    """Ranks that the others wait for in the all-reduce, or that wait there no longer than for their data, [S, n]."""
+    reducing_s = np.where(window.valid, window.done_s[..., -1] - window.ready_s[..., -1], np.inf)
+    with np.errstate(invalid="ignore"):  # inf - inf, where no rank is valid
+        slack_s = reducing_s - reducing_s.min(axis=1, keepdims=True)
+    is_last: BoolArray = slack_s <= window.load_s + _NEAR * window.interval_s
+    return is_last
 
 
 class LoadHistory:
@@ -42,7 +54,7 @@ class LoadHistory:
         if not window.load_s.any() and not self.known.any():
             return
         share = window.load_s / np.where(window.valid, window.interval_s, 1.0)
-        late = window.valid & (share > np.where(self.known, _STILL_WAITS, _WAITS))
+        late = window.valid & (share > np.where(self.known, _STILL_WAITS, _WAITS)) & _is_last(window)
         for rank in np.flatnonzero(window.valid.any(axis=0)).tolist():
             limited = late[:, rank].sum() > 0.5 * window.valid[:, rank].sum()
             steps = np.flatnonzero(late[:, rank] if limited else window.valid[:, rank])
@@ -78,7 +90,7 @@ class LoadHistory:
 
     def _doubt(self, rank: int, promised: float) -> None:
         """No wait, where the line promises loading of this share of the interval."""
-        if _IDLE <= promised <= 1 + _WAITS:
+        if _IDLE <= promised <= 1 + _NEAR:
             self._seconds[:, rank] *= _FADE
         else:
             self._batches[:, rank] = self._seconds[:, rank] = 0.0

@@ -121,7 +121,8 @@ def _progress(state: LiveState, width: int, glyphs: Glyphs) -> list[Line]:
     if state.header is None:
         return [[("waiting for the run to begin", "dim")]]
     if now is None:
-        return [] if state.window is not None else [[("waiting for the first steps to be measured", "dim")]]
+        unmeasured = "no step was measured" if state.end else "waiting for the first steps to be measured"
+        return [] if state.window is not None else [[(unmeasured, "dim")]]
     words = f"epoch {now.epoch}"
     if share is not None and state.window is not None and state.window.progress is not None:
         words += f"  {state.window.progress:.2f} of {number(now.goal or 0)} passes"

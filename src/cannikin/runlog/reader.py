@@ -25,7 +25,7 @@ from cannikin.runlog.records import (
     WindowRecord,
 )
 
-__all__ = ["RunLog", "RunLogReader", "check_first_line", "read_runlog"]
+__all__ = ["RunLog", "RunLogReader", "check_first_line", "read_runlog", "run_inside"]
 
 _CHUNK_BYTES = 2**20
 _MAX_HEADER_BYTES = 2**26  # a thousand times the header of 1,000 ranks
@@ -76,6 +76,13 @@ class RunLog:
         return max([*steps, *(event.step for event in self.events)])
 
 
+def run_inside(path: str | os.PathLike[str]) -> Path | None:
+    """The first run directory in a folder that is none itself, such as `cannikin demo` leaves; None without one."""
+    if not os.path.isdir(path):
+        return None
+    return min((log.parent for log in Path(path).glob(f"*/{RUNLOG_NAME}")), default=None)
+
+
 class RunLogReader:
     """Reads on from where it stopped, so that a log can be followed while it is being written.
 
@@ -115,7 +122,9 @@ class RunLogReader:
             self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe without a writer
         except (OSError, ValueError) as error:  # a null character in the path is a ValueError
             reason = getattr(error, "strerror", error)
-            raise RunLogError(f"{self.path}: cannot be read: {reason}; give a run directory or its log") from error
+            inside = run_inside(path)
+            advice = "give a run directory or its log" if inside is None else f"a run is in {inside}: give that"
+            raise RunLogError(f"{self.path}: cannot be read: {reason}; {advice}") from error
         self._closer = weakref.finalize(self, os.close, self._file)
         if not stat.S_ISREG(os.fstat(self._file).st_mode):
             self.close()
