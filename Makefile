@@ -5,7 +5,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test lint format bench docs figures examples clean
+.PHONY: demo test lint format bench docs figures screenshots examples clean
 .DEFAULT_GOAL := demo
 
 demo: $(READY)
@@ -44,6 +44,10 @@ $(READY): constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[torch,dev,docs]'
 	touch $@
+
+# The pictures of the live view and the report, from a demo's run directory: make screenshots RUN=runs/demo-...
+screenshots: $(READY)
+	$(BIN)/python scripts/docs_screenshots.py $(RUN)
 
 # Each example at its reduced size, on real data: make examples DATA=folder
 examples: $(READY)
