@@ -22,6 +22,7 @@ from benchmarks.synthetic import measure
 from cannikin.core.goodput import choose_total, efficiency, total_grid
 from cannikin.core.perf import Cluster, Curve
 from cannikin.core.plans import make_plan
+from cannikin.report.write import write_report
 from cannikin.runlog import (
     RUNLOG_NAME,
     EventRecord,
@@ -44,7 +45,7 @@ WINDOW_STEPS = 10
 STEPS_PER_EPOCH = 5_000
 NUM_BUCKETS = 5
 NUM_KINDS = 200  # windows and plans that differ, again and again: their numbers take as many digits as real ones
-READINGS = ("one by one", "without details", "whole")
+READINGS = ("one by one", "without details", "whole", "the whole report")
 WANTED = "wanted for a whole report: at most 10 s and 500 MB"
 
 
@@ -129,6 +130,8 @@ def read(path: Path, reading: str) -> None:
         with RunLogReader(path) as reader:
             counts = Counter(type(record).__name__ for record in reader.records())
         assert counts["WindowRecord"] == counts["PlanRecord"]
+    elif reading == "the whole report":
+        assert write_report([path], path.with_name("report.html")).stat().st_size > 1e6
     else:
         run = read_runlog(path, details=reading == "whole")
         assert len(run.windows) == len(run.plans)

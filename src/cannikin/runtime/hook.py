@@ -51,7 +51,7 @@ def weighted_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
     g = sum_i r_i g_i
     """
     step, clock = state.step, state.clock
-    index, buffer = bucket.index(), bucket.buffer()
+    index, buffer, is_last = bucket.index(), bucket.buffer(), bucket.is_last()
     state.unmatched = step is None or step.has_bucket(index)
     if step is None or state.unmatched:  # a backward that no batch of ours belongs to: plain DDP
         return _sum(state, buffer.div_(dist.get_world_size(state.group)))
@@ -84,8 +84,8 @@ def weighted_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
             step.global_sqnorms[index] = _dot(result, result, scale)
             if state.previous is not None:
                 step.previous_dots[index] = _compare(state.previous, index, result, scale)
-        elif step.loss_scale is None:  # a GradScaler notices by itself what is not finite
-            step.samples[index] = _sample(result)
+        elif is_last and step.loss_scale is None:  # a GradScaler notices by itself what is not finite
+            step.sample = _sample(result)
         return result
 
     result: Future = work.get_future().then(finish)
@@ -118,7 +118,10 @@ def _dot(left: torch.Tensor, right: torch.Tensor, scale: torch.Tensor | None) ->
 
 
 def _sample(gradient: torch.Tensor) -> torch.Tensor:
-    """A sum over 64 stretches of it: not finite where one of them is not, and as good as free."""
+    """A sum over 64 stretches of it: not finite where one of them is not, and as good as free.
+
+    Of the last bucket, which has the first layers: what is not finite anywhere in backward comes down to them.
+    """
     size = gradient.numel()
     if size > 64 * 16:
         gradient = gradient.as_strided((64, 16), (size // 64, 1), gradient.storage_offset())

@@ -37,7 +37,7 @@ class StepInProgress:
     local_sqnorms: list[torch.Tensor | None] = field(default_factory=list)  # bucket by bucket
     global_sqnorms: list[torch.Tensor | None] = field(default_factory=list)
     previous_dots: list[torch.Tensor | None] = field(default_factory=list)  # with the gradient of the step before
-    samples: list[torch.Tensor | None] = field(default_factory=list)  # of |g|, where norms are not taken
+    sample: torch.Tensor | None = None  # of the last bucket, where norms are not taken
     optimizer_start: Any = None
     optimizer_end: Any = None
     synced: bool = False  # the communication hook has run
@@ -51,7 +51,7 @@ class StepInProgress:
 
     def make_room(self, num_buckets: int) -> None:
         """Places for the moments and norms of this many buckets."""
-        kinds = (self.local_sqnorms, self.global_sqnorms, self.previous_dots, self.samples)
+        kinds = (self.local_sqnorms, self.global_sqnorms, self.previous_dots)
         for places in (self.ready, self.done, *kinds):
             places.extend([None] * (num_buckets - len(places)))
 
@@ -60,8 +60,8 @@ class StepInProgress:
         return index < len(self.ready) and self.ready[index] is not None
 
     def norms(self) -> list[list[torch.Tensor]]:
-        """|g_i|^2, |g|^2, g . g' with the step before and a sample, by bucket and on its device; [] where not taken."""
-        kinds = (self.local_sqnorms, self.global_sqnorms, self.previous_dots, self.samples)
+        """|g_i|^2, |g|^2, g . g' with the step before, by bucket and on its device, and a sample; [] if not taken."""
+        kinds = (self.local_sqnorms, self.global_sqnorms, self.previous_dots, [self.sample])
         return [[part for part in parts if part is not None] if None not in parts else [] for parts in kinds]
 
     @property
