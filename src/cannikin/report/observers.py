@@ -72,7 +72,7 @@ class TensorBoardObserver:
     """
 
     def __init__(
-        self, writer: Any, *, every_s: float = 5.0, max_ranks: int = 16, clock: Callable[[], float] = time.monotonic
+        self, writer: Any, *, every_s: float = 15.0, max_ranks: int = 16, clock: Callable[[], float] = time.monotonic
     ) -> None:
         if writer is not None and not callable(getattr(writer, "add_scalar", None)):
             raise InvalidInputError(
