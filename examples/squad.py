@@ -39,6 +39,7 @@ settings = harness.settings(
     max_answer=30,  # tokens
     num_train=1_000_000,  # questions
     num_eval=1_000_000,
+    bf16=0,  # 1: bfloat16 autocast on a CPU too, for those that compute in it (avx512_bf16, amx_bf16)
     seed=0,
     quick={"epochs": 1.0, "max_length": 128, "stride": 32, "num_train": 24, "num_eval": 8},
 )
@@ -109,7 +110,7 @@ loader = cannikin.HeteroDataLoader(
     collate_fn=collate,
 )
 schedule = harness.one_cycle(optimizer, model, settings, len(train_samples))  # by progress
-autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda" or bool(settings.bf16))
 
 
 def best_span(window, start_scores, end_scores):

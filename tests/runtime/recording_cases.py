@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from measuring_cases import FORWARD_S, FixedCostNet, Keeping
 from told import collecting_warnings
 from torch import nn
@@ -90,6 +91,7 @@ def runs_in_one_folder(rank: int, folder: str) -> list[str]:
             one_epoch(model, optimizer, loader)
         model.log(accuracy=0.5)
         states = [model.engine.state_dict(), loader.state_dict()]
+        dist.broadcast_object_list(states)  # rank 0's: it has learned
         model.engine.close()
     return [each.text for each in warned]
 
