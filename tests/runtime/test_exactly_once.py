@@ -76,7 +76,7 @@ def test_every_epoch_gives_every_sample_once_under_plans_that_change_in_its_midd
         cases.append(Case(num_samples=150, batch_size=start, policy=script, is_stream=True, num_workers=2))
     if world_size == 3:
         # A controller that has something to do: it moves samples, and changes the total too.
-        slow = (1e-3, 2e-3, 4e-3)
+        slow = (1e-3, 3e-3, 9e-3)
         keywords = {"max_batch_size": 24}
         cases.append(Case(num_samples=300, batch_size=12, sample_s=slow, keywords=keywords))
         cases.append(Case(num_samples=300, batch_size=12, sample_s=slow, num_workers=2))

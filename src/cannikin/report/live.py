@@ -24,7 +24,7 @@ from cannikin.runlog import EventRecord, Record
 
 __all__ = ["LiveView"]
 
-_REFRESH_S = 0.25  # a panel is drawn at most this often,
+_REFRESH_S = 0.5  # a panel is drawn at most this often,
 _SHARE = 0.005  # and in at most this share of the time
 _TOLD_AT_ONCE = {"changed_speed", "oom"}  # events that get a line at once where there is no terminal
 
@@ -34,7 +34,7 @@ class LiveView:
 
     On a terminal a panel stays below whatever the script prints, its own progress bars included. Elsewhere (a file, a
     batch system's log) there is one line every `every_s` seconds, and one when a rank changes its speed. It is drawn
-    when records come, at most four times a second and in at most half a percent of the time, by no thread. The panel
+    when records come, at most twice a second and in at most half a percent of the time, by no thread. The panel
     stays as it is when the run ends, or at `close`; after an error it goes, so that the error is what is seen last.
 
     Args:

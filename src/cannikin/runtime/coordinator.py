@@ -126,18 +126,18 @@ class Coordinator:
         """A window has ended before this step: put what follows of it on the agenda."""
         steps, self._steps = self._steps, []
         first_step, self._window_start = self._window_start, step
-        norms, lag = start_reading(steps), self._clock.lag
+        measured, lag = start_reading(steps), self._clock.lag
         free_step = step + lag + 4  # the first that is cut after the plan is known, in a loop that looks not ahead
         stages = (
-            (lag, lambda: self._gather(steps, norms)),
+            (lag, lambda: self._gather(steps, measured)),
             (lag + 1, lambda: self._learn(first_step, len(steps), free_step)),
             (lag + 2, self._announce),
             (lag + 3, self._install),
         )
         self._agenda.extend((self._num_ticks + delay, action) for delay, action in stages)
 
-    def _gather(self, steps: list[StepInProgress], norms: HostCopy) -> None:
-        sent = encode_steps(steps, norms, self._clock, num_ahead=self._num_ahead, max_batch=self.max_batch)
+    def _gather(self, steps: list[StepInProgress], measured: HostCopy) -> None:
+        sent = encode_steps(steps, measured, self._clock, num_ahead=self._num_ahead, max_batch=self.max_batch)
         self._exchange.start_gather(sent)
 
     def _learn(self, first_step: int, num_steps: int, free_step: int) -> None:

@@ -16,6 +16,8 @@ __all__ = ["HookState", "share_of", "weighted_hook"]
 
 Future = torch.futures.Future[torch.Tensor]
 
+_HALVES = (torch.float16, torch.bfloat16)  # sums of many numbers do not fit into these
+
 
 class HookState:
     """What the hook needs between buckets.
@@ -112,7 +114,7 @@ def _sum(state: HookState, buffer: torch.Tensor) -> Future:
 
 def _dot(left: torch.Tensor, right: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     """sum(left * right * scale), in float32 at least."""
-    if left.dtype in (torch.float16, torch.bfloat16):
+    if left.dtype in _HALVES:
         left, right = left.float(), right.float()
     return torch.dot(left, right) if scale is None else torch.dot(left * right, scale.to(left.dtype))
 
@@ -125,7 +127,7 @@ def _sample(gradient: torch.Tensor) -> torch.Tensor:
     size = gradient.numel()
     if size > 64 * 16:
         gradient = gradient.as_strided((64, 16), (size // 64, 1), gradient.storage_offset())
-    return gradient.sum(dtype=torch.promote_types(gradient.dtype, torch.float32))
+    return gradient.sum(dtype=torch.float32 if gradient.dtype in _HALVES else None)
 
 
 def _compare(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 
 import torch
@@ -58,17 +59,16 @@ def encode_decision(decision: Decision) -> torch.Tensor:
     plan = decision.plan
     phase = _PHASES.index(plan.phase) if plan.phase in _PHASES else len(_PHASES) - 1
     predicted_s = float("nan") if plan.predicted_step_s is None else plan.predicted_step_s
-    floats = [predicted_s, decision.signal_sqnorm, decision.noise_trace]
-    bits = torch.tensor(floats, dtype=torch.float64).view(torch.int64)
+    bits = struct.unpack("=3q", struct.pack("=3d", predicted_s, decision.signal_sqnorm, decision.noise_trace))
     whole = [plan.first_step, plan.total_batch, phase, decision.num_nonfinite, decision.window_steps]
-    return torch.cat([torch.tensor(whole), bits, torch.tensor(plan.local_batches + plan.micro_batches)])
+    return torch.tensor([*whole, *bits, *plan.local_batches, *plan.micro_batches])
 
 
 def decode_decision(values: torch.Tensor, *, reason: str) -> Decision:
     """What `encode_decision` was given; a reason does not travel, so the receiver states its own."""
-    first_step, total_batch, phase, num_nonfinite, length = (int(v) for v in values[:5])
-    predicted_s, signal, trace = values[5:_HEAD].view(torch.float64).tolist()
-    batches = values[_HEAD:].tolist()
+    first_step, total_batch, phase, num_nonfinite, length, *others = values.tolist()
+    predicted_s, signal, trace = struct.unpack("=3d", struct.pack("=3q", *others[:3]))
+    batches = others[3:]
     n = len(batches) // 2
     plan = Plan(
         first_step=first_step,

@@ -151,7 +151,7 @@ class StepTracker:
                 step.backward_start = self._state.clock.mark()
             return share * self._world_size * share_of(self._state, step) if inward else share
 
-        marked, num_marked = mark_outputs(output, at_backward)
+        marked, num_marked = mark_outputs(output, at_backward, scaled=inward or part is not None)
         if num_marked == 0 and self._num_taken == 1:
             _explain_unmarked(output, needed=inward or part is not None)
         return marked

@@ -75,20 +75,27 @@ class _Mark(torch.autograd.Function):
         return None, gradient if scale == 1.0 else gradient * scale
 
 
-def mark_outputs(output: Any, callback: Any) -> tuple[Any, int]:
-    """Pass every tensor of an output that has a gradient through the mark; the output, and how many those were.
+def mark_outputs(output: Any, callback: Any, *, scaled: bool = True) -> tuple[Any, int]:
+    """Mark every tensor of an output that has a gradient; the output, and how many those were.
 
     Args:
         output: what forward returned: a tensor, or tensors in lists, tuples, dicts, dataclasses and what pytree knows.
         callback: called at each marked output's backward; returns the factor on its gradient.
+        scaled: whether that factor is ever other than 1. A hook will do where it is not, and costs half as much.
     """
     num_marked = 0
+
+    def note(gradient: torch.Tensor) -> None:
+        callback()
 
     def mark(value: Any) -> Any:
         nonlocal num_marked
         if isinstance(value, torch.Tensor) and value.requires_grad:
             num_marked += 1
-            return _Mark.apply(callback, value)  # type: ignore[no-untyped-call]
+            if scaled or value.grad_fn is None:  # a parameter would keep the hook for ever
+                return _Mark.apply(callback, value)  # type: ignore[no-untyped-call]
+            value.register_hook(note)  # type: ignore[no-untyped-call]
+            return value
         if is_dataclass(value) and not isinstance(value, type):  # DDP looks into these too
             marked = copy.copy(value)
             for part in fields(value):
@@ -96,4 +103,5 @@ def mark_outputs(output: Any, callback: Any) -> tuple[Any, int]:
             return marked
         return value
 
-    return pytree.tree_map(mark, output), num_marked
+    marked = mark(output) if isinstance(output, torch.Tensor) else pytree.tree_map(mark, output)
+    return marked, num_marked

@@ -6,7 +6,11 @@ A rank sends [batches cut ahead, largest batch its memory holds] and for each st
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
+from statistics import median
 
 import numpy as np
 import torch
@@ -21,8 +25,6 @@ __all__ = ["Report", "encode_steps", "merge_windows", "start_reading"]
 
 _TOP = 2  # numbers before the steps
 _HEAD = 9  # numbers of a step before its buckets
-_NORMS = 3  # of them, norms
-_READ = _NORMS + 1  # what is read of a step: these, and whether its gradient was found to be infinite otherwise
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,42 +45,36 @@ class Report:
 
 
 def start_reading(steps: list[StepInProgress]) -> HostCopy:
-    """Begin to copy the norms and the samples of these steps to the host, [S, 4], in a few kernels for all of them.
+    """Begin to copy all that these steps measured on their device to the host, in two kernels for all of it."""
+    tensors = [tensor for step in steps for tensor in (*chain(*step.norms()), *_scales(step))]
+    return HostCopy(torch.stack(tensors).double() if tensors else torch.zeros(0))
 
-    Where none was taken there is 0; what is not a number is infinite. A GradScaler that lowers its scale after a step
-    has found an infinite gradient in it: the sample of such a step is infinite.
+
+def _scales(step: StepInProgress) -> list[torch.Tensor]:
+    """What a GradScaler multiplied the loss of this step by, and that of the next one; [] where there is none."""
+    return [scale for scale in (step.loss_scale, step.next_scale) if scale is not None]
+
+
+def _read_norms(step: StepInProgress, values: Iterator[float]) -> list[float]:
+    """|g_i|^2, |g|^2 and g . g' of a step: NaN where not taken, infinite where the gradient was not finite.
+
+    A GradScaler that lowers its scale after a step has found that in it; else the norms tell, or the sample.
     """
-    kinds = [kind for step in steps for kind in step.norms()]
-    taken = [norm for kind in kinds for norm in kind]
-    scaled = [scale for step in steps for scale in (step.loss_scale, step.next_scale) if scale is not None]
-    if not taken and not scaled:
-        return HostCopy(torch.zeros(len(steps), _READ))
-    dtype = taken[0].dtype if taken else torch.float32
-    device = (taken or scaled)[0].device
-    num_buckets = max(1, *(len(kind) for kind in kinds))
-    nothing = torch.zeros((), dtype=dtype, device=device)
-    cells = [norm.to(dtype) for kind in kinds for norm in [*kind, *[nothing] * (num_buckets - len(kind))]]
-    norms = (
-        torch.stack(cells)
-        .view(len(steps), _READ, num_buckets)
-        .sum(-1)
-        .double()
-        .nan_to_num(torch.inf, torch.inf, torch.inf)
-    )
-    if scaled:
-        one = torch.ones((), device=device)
-        scale, after = (
-            torch.stack([one if scale is None else scale.view(()) for scale in scales]).double()
-            for scales in zip(*((step.loss_scale, step.next_scale) for step in steps), strict=True)
-        )
-        norms = norms / scale.square().unsqueeze(-1)
-        norms[:, _NORMS].masked_fill_(after < scale, torch.inf)
-    return HostCopy(norms)
+    *norms, sample = ([next(values) for _ in kind] for kind in step.norms())
+    scale, after = [next(values) for _ in _scales(step)] or (1.0, 1.0)
+    sums = [_infinite_unless_finite(sum(kind)) / scale**2 if kind else math.nan for kind in norms]
+    if after < scale or not math.isfinite(sum(sample)):
+        sums[1] = math.inf
+    return [sums[0] * step.norm_scale, *sums[1:]]
+
+
+def _infinite_unless_finite(value: float) -> float:
+    return value if math.isfinite(value) else math.inf
 
 
 def encode_steps(
     steps: list[StepInProgress],
-    norms: HostCopy,
+    measured: HostCopy,
     clock: Clock,
     *,
     num_ahead: int = 0,
@@ -91,22 +87,19 @@ def encode_steps(
     """
     records = [step.close(clock) for step in steps]
     gaps = [record.other_s for record in records if record.valid]
-    usual = float(np.median(gaps)) if gaps else 0.0
+    usual = median(gaps) if gaps else 0.0
     num_buckets = max([1, *(len(step.ready) for step in steps)])  # 1 where gradients only piled up, under no_sync
-    rows = np.full((len(steps), _HEAD + 2 * num_buckets), np.nan)
-    for row, step, record, read in zip(rows, steps, records, norms.read().numpy(), strict=True):
+    values = iter(measured.read().tolist())
+    numbers: list[float] = [num_ahead, max_batch]
+    for step, record in zip(steps, records, strict=True):
         entry = step.entry
         valid = record.valid and len(record.ready_s) == num_buckets
         # Totals are compared between ranks; a batch of the user's own (use_batch) is not ours to check.
-        row[:3] = valid, entry.local_batch, entry.total_batch if entry.checked else 0
-        row[3:6] = record.before_s + usual, record.load_s, max(0.0, record.other_s - usual)
-        row[6:_HEAD] = np.where([bool(kind) for kind in step.norms()[:_NORMS]], read[:_NORMS], np.nan)
-        if np.isinf(read[_NORMS]):
-            row[7] = np.inf
-        row[6] *= step.norm_scale
-        if valid:
-            row[_HEAD:] = [*record.ready_s, *record.done_s]
-    return torch.from_numpy(np.concatenate([[num_ahead, max_batch], rows.ravel()]))
+        numbers += valid, entry.local_batch, entry.total_batch if entry.checked else 0
+        numbers += record.before_s + usual, record.load_s, max(0.0, record.other_s - usual)
+        numbers += _read_norms(step, values)
+        numbers += [*record.ready_s, *record.done_s] if valid else [math.nan] * (2 * num_buckets)
+    return torch.tensor(numbers, dtype=torch.float64)
 
 
 def merge_windows(sent: torch.Tensor, first_step: int, num_steps: int, *, loaded_alone: bool = False) -> Report:
