@@ -228,6 +228,13 @@ def plain_loop(run: Run) -> None:
         run.optimizer.step()
 
 
+def zeroing_loop(run: Run) -> None:
+    for batch in run.batches:
+        run.optimizer.zero_grad(set_to_none=False)
+        run.loss(run.model, batch).backward()
+        run.optimizer.step()
+
+
 def mean_loss_loop(run: Run) -> None:
     for batch in run.batches:
         run.optimizer.zero_grad()
@@ -565,7 +572,8 @@ CASES: dict[str, Case] = {
     "adamw": Case(optimizer=adamw),
     "loss weighting": Case(keywords={"weighting": "loss"}),
     "static graph": Case(keywords={"static_graph": True}),
-    "gradients as bucket views": Case(keywords={"gradient_as_bucket_view": True}),
+    "gradients that are no views of buckets": Case(keywords={"gradient_as_bucket_view": False}),
+    "gradients zeroed in place": Case(loop=zeroing_loop),
     "unused parameters": Case(net=Branching, keywords={"find_unused_parameters": True}),
     "several param groups": Case(optimizer=grouped),
     "gradient clipping": Case(loop=clipping_loop),
@@ -603,8 +611,8 @@ MORE_CASES: dict[str, Case] = {
     "a penalty on parameters": Case(loss=penalised_loss),
     "a penalty on parameters, loss weighting": Case(loss=penalised_loss, keywords={"weighting": "loss"}),
     "accumulation, loss weighting": Case(loop=accumulating_loop, feed=THRICE, keywords={"weighting": "loss"}),
-    "accumulation, gradients as bucket views": Case(
-        loop=accumulating_loop, feed=THRICE, keywords={"gradient_as_bucket_view": True}
+    "accumulation, gradients that are no views of buckets": Case(
+        loop=accumulating_loop, feed=THRICE, keywords={"gradient_as_bucket_view": False}
     ),
     "ragged accumulation, adamw, loss weighting": Case(
         loop=ragged_loop, optimizer=adamw, keywords={"weighting": "loss"}
