@@ -59,7 +59,7 @@ def test_the_header_says_where_every_rank_runs(two):
     assert header.world_size == len(header.ranks) == 2
     for rank in header.ranks:
         assert rank.host == socket.gethostname()
-        assert rank.device.endswith("threads")
+        assert rank.device.endswith(", 1 thread")
     assert (header.policy, header.model.name, header.job.batch_size) == ("even", "TinyNet", 12)
     assert none == [], "rank 0 alone tells"
 

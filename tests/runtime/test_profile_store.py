@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 
 import profile_cases
 import pytest
@@ -96,7 +97,7 @@ def test_a_file_that_cannot_be_written_is_a_warning(tmp_path):
 def test_the_name_of_a_device_is_the_users_own_where_there_is_one(monkeypatch):
     monkeypatch.delenv("CANNIKIN_DEVICE", raising=False)
     own = device_name(CPU)
-    assert own.endswith(f", {torch.get_num_threads()} threads")
+    assert re.search(rf", {torch.get_num_threads()} threads?$", own)
     monkeypatch.setenv("CANNIKIN_DEVICE", "card 7")
     assert device_name(CPU) == "card 7"
 

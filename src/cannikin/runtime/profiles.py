@@ -36,7 +36,8 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         share = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
         return torch.cuda.get_device_name(device) + (f", {share}% share" if share else "")
-    return f"{_processor()}, {torch.get_num_threads()} threads"
+    num_threads = torch.get_num_threads()
+    return f"{_processor()}, {num_threads} thread{'s' if num_threads > 1 else ''}"
 
 
 def introduce(exchange: Exchange, device: torch.device) -> list[RankInfo]:
