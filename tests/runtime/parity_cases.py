@@ -572,8 +572,8 @@ CASES: dict[str, Case] = {
     "adamw": Case(optimizer=adamw),
     "loss weighting": Case(keywords={"weighting": "loss"}),
     "static graph": Case(keywords={"static_graph": True}),
-    "gradients that are no views of buckets": Case(keywords={"gradient_as_bucket_view": False}),
-    "gradients zeroed in place": Case(loop=zeroing_loop),
+    "gradients as bucket views": Case(keywords={"gradient_as_bucket_view": True}),
+    "gradients as bucket views, zeroed in place": Case(loop=zeroing_loop, keywords={"gradient_as_bucket_view": True}),
     "unused parameters": Case(net=Branching, keywords={"find_unused_parameters": True}),
     "several param groups": Case(optimizer=grouped),
     "gradient clipping": Case(loop=clipping_loop),
@@ -611,8 +611,8 @@ MORE_CASES: dict[str, Case] = {
     "a penalty on parameters": Case(loss=penalised_loss),
     "a penalty on parameters, loss weighting": Case(loss=penalised_loss, keywords={"weighting": "loss"}),
     "accumulation, loss weighting": Case(loop=accumulating_loop, feed=THRICE, keywords={"weighting": "loss"}),
-    "accumulation, gradients that are no views of buckets": Case(
-        loop=accumulating_loop, feed=THRICE, keywords={"gradient_as_bucket_view": False}
+    "accumulation, gradients as bucket views": Case(
+        loop=accumulating_loop, feed=THRICE, keywords={"gradient_as_bucket_view": True}
     ),
     "ragged accumulation, adamw, loss weighting": Case(
         loop=ragged_loop, optimizer=adamw, keywords={"weighting": "loss"}

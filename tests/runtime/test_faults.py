@@ -80,6 +80,7 @@ BAD_SETTINGS = {
         "has a communication hook already.*comm_wrapper",
     ),
     "attach where we are already": (cases.attach_twice, "InvalidInputError", "has a communication hook already"),
+    "sparse gradients": (cases.attach_to_sparse_gradients, "InvalidInputError", "sparse gradients.*sparse=False"),
     "a hook after ours": (cases.register_a_hook_after_ours, "RuntimeError", "can only be called once"),
 }
 

@@ -343,6 +343,11 @@ def attach_to_a_module_with_a_hook(rank: int) -> None:
     attach(ddp, torch.optim.SGD(net.parameters(), lr=0.1))
 
 
+def attach_to_sparse_gradients(rank: int) -> None:
+    net = nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Linear(3, 1))
+    HeteroDataParallel(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+
 def attach_twice(rank: int) -> None:
     from cannikin.runtime.engine import attach
 

@@ -37,7 +37,7 @@ from cannikin.runtime.recording import Recorder, end_unless_broken
 from cannikin.runtime.step import StepInProgress
 from cannikin.runtime.timing import make_clock
 from cannikin.runtime.tracking import StepTracker
-from cannikin.runtime.weighting import choose_weighting, has_batch_norm
+from cannikin.runtime.weighting import choose_weighting, has_batch_norm, refuse_sparse
 from cannikin.runtime.windows import Report
 
 __all__ = ["Engine", "attach"]
@@ -61,6 +61,7 @@ class Engine:
         run_dir: str | Path | None = None,
         profiles: str | Path | None = None,
     ) -> None:
+        refuse_sparse(ddp.module)
         self.policy = os.environ.get("CANNIKIN_POLICY", "cannikin") if policy is None else policy
         self.weighting, self.weighting_reason = choose_weighting(weighting, ddp.module)
         self.lr_rule, self.lr_reason = choose_rule(lr_rule, optimizer, warmup_steps)

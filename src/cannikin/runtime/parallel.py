@@ -61,7 +61,7 @@ class HeteroDataParallel(DistributedDataParallel):
         observers: told of every window, plan and event, on rank 0.
         run_dir: folder for the run log, `runlog.jsonl`; None writes nothing.
         profiles: file of what earlier runs learned about devices, to start from and to add to; None for neither.
-        **ddp_kwargs: passed on to DDP. `gradient_as_bucket_view` is True where you do not say otherwise.
+        **ddp_kwargs: passed on to DDP.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class HeteroDataParallel(DistributedDataParallel):
     ) -> None:
         device = next(module.parameters()).device
         ensure_process_group(device)
-        super().__init__(module, **_ddp_options(module, ddp_kwargs))
+        super().__init__(module, **_buffer_options(module, ddp_kwargs))
         self.engine = attach(
             self,
             optimizer,
@@ -199,15 +199,10 @@ class HeteroDataParallel(DistributedDataParallel):
             self.engine.end_parts()
 
 
-def _ddp_options(module: torch.nn.Module, given: dict[str, Any]) -> dict[str, Any]:
-    """DDP's options: what the user gave, and else ours.
-
-    Gradients as views of the buckets save a pass over the gradient, about as long as the hook's weighting takes; and
-    DDP's broadcast of rank 0's buffers is left out where we average BatchNorm's ourselves.
-    """
-    options = {"gradient_as_bucket_view": True, **given}
+def _buffer_options(module: torch.nn.Module, ddp_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """DDP's options, without its broadcast of rank 0's buffers where we average BatchNorm's ourselves."""
     names = inspect.signature(DistributedDataParallel.__init__).parameters
     option = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
-    if has_batch_norm(module) and not given.keys() & {"forward_sync_buffers", "broadcast_buffers"}:
-        options[option] = False
-    return options
+    if not has_batch_norm(module) or ddp_kwargs.keys() & {"forward_sync_buffers", "broadcast_buffers"}:
+        return ddp_kwargs
+    return {**ddp_kwargs, option: False}

@@ -25,6 +25,7 @@ class StepInProgress:
     previous_end: Any = None  # when the optimizer was done with the step before
     forward_start: Any = None
     backward_start: Any = None
+    watches: list[Any] = field(default_factory=list)  # handles to the hooks that tell of the start of backward
     item_total: float | None = None  # items on all ranks, once they have been added up
     weight: float | None = None  # None: this rank's share
     accumulated: bool = False  # the buckets have gradients of earlier batches in them
@@ -48,6 +49,12 @@ class StepInProgress:
     def forward_size(self) -> int:
         """Samples that went through the network at once, at most."""
         return self.part_size or self.entry.local_batch
+
+    def unwatch(self) -> None:
+        """Let go of forward's outputs, which may outlive the step."""
+        for handle in self.watches:
+            handle.remove()
+        self.watches.clear()
 
     def make_room(self, num_buckets: int) -> None:
         """Places for the moments and norms of this many buckets."""

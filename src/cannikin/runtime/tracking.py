@@ -18,7 +18,7 @@ from cannikin.runtime.hook import HookState, share_of, weighted_hook
 from cannikin.runtime.matching import BatchQueue, Part, check_size
 from cannikin.runtime.memory import MemoryGauge
 from cannikin.runtime.step import StepInProgress
-from cannikin.runtime.weighting import mark_outputs, weigh
+from cannikin.runtime.weighting import scale_outputs, watch_outputs, weigh
 
 __all__ = ["StepTracker"]
 
@@ -109,6 +109,7 @@ class StepTracker:
         entry, previous, scale = self._queue.take(), self._state.step, self._loss_scale()
         if previous is not None:
             previous.next_scale = scale
+            previous.unwatch()
             if previous.backward_began:
                 self._unsynced = 0 if previous.synced else self._unsynced + 1
             share_of(self._state, previous)  # so that no sum of items is left behind under no_sync
@@ -145,16 +146,25 @@ class StepTracker:
         inward = weigh(step, self._weighting, self._world_size, accumulating=not synced or self._unsynced > 0)
         share = 1.0 if part is None else part.share
 
-        def at_backward() -> float:
+        def begin(*_: Any) -> None:
             # Of a batch in parts, all but the last one's backward counts as what comes before.
             if step.backward_start is None or (part is not None and not step.synced):
                 step.backward_start = self._state.clock.mark()
+
+        def begin_and_weigh() -> float:
+            begin()
             return share * self._world_size * share_of(self._state, step) if inward else share
 
-        marked, num_marked = mark_outputs(output, at_backward, scaled=inward or part is not None)
+        scaled = inward or part is not None
+        if scaled:
+            output, num_marked = scale_outputs(output, begin_and_weigh)
+        else:
+            handles = watch_outputs(output, begin)
+            step.watches += handles
+            num_marked = len(handles)
         if num_marked == 0 and self._num_taken == 1:
-            _explain_unmarked(output, needed=inward or part is not None)
-        return marked
+            _explain_unmarked(output, needed=scaled)
+        return output
 
     # The optimizer.
 

@@ -11,6 +11,7 @@ All but "none" assume a loss that is a mean over the local batch.
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -20,7 +21,15 @@ from torch.utils import _pytree as pytree
 from cannikin.errors import InvalidInputError
 from cannikin.runtime.step import StepInProgress
 
-__all__ = ["WEIGHTINGS", "choose_weighting", "has_batch_norm", "mark_outputs", "weigh"]
+__all__ = [
+    "WEIGHTINGS",
+    "choose_weighting",
+    "has_batch_norm",
+    "refuse_sparse",
+    "scale_outputs",
+    "watch_outputs",
+    "weigh",
+]
 
 WEIGHTINGS = ("auto", "hook", "loss", "none")
 
@@ -40,6 +49,14 @@ def has_batch_norm(module: torch.nn.Module) -> bool:
     """Whether ranks normalise by statistics of their own batch."""
     kinds = (torch.nn.modules.batchnorm._BatchNorm,)
     return any(isinstance(m, kinds) and not isinstance(m, torch.nn.SyncBatchNorm) for m in module.modules())
+
+
+def refuse_sparse(module: torch.nn.Module) -> None:
+    """Sparse gradients come in buckets of their own, which the hook cannot weight."""
+    for name, part in module.named_modules():
+        if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.sparse:
+            name = name or type(part).__name__
+            raise InvalidInputError(f"{name} has sparse gradients, which cannot be weighted: pass it sparse=False")
 
 
 def weigh(step: StepInProgress, weighting: str, world_size: int, *, accumulating: bool) -> bool:
@@ -62,46 +79,78 @@ class _Mark(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, callback: Any, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, callback: Any, tensor: torch.Tensor, alone: bool) -> torch.Tensor:
         ctx.callback = callback
-        return tensor.detach()  # not view_as: autograd refuses in-place changes of a view that a function made
+        # Autograd refuses in-place changes of a view that a function made, as it should where outputs share memory: a
+        # change of one would not be seen in the gradient of another.
+        return tensor.detach() if alone else tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, torch.Tensor]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, torch.Tensor, None]:
         (gradient,) = gradients
         scale = ctx.callback()
         if scale == 0.0:
-            return None, torch.zeros_like(gradient)  # not multiplied by 0: 0 x NaN is NaN
-        return None, gradient if scale == 1.0 else gradient * scale
+            return None, torch.zeros_like(gradient), None  # not multiplied by 0: 0 x NaN is NaN
+        return None, gradient if scale == 1.0 else gradient * scale, None
 
 
-def mark_outputs(output: Any, callback: Any, *, scaled: bool = True) -> tuple[Any, int]:
-    """Mark every tensor of an output that has a gradient; the output, and how many those were.
+def scale_outputs(output: Any, callback: Any) -> tuple[Any, int]:
+    """Pass every tensor of an output that has a gradient through a mark; the output, and how many those were.
 
     Args:
         output: what forward returned: a tensor, or tensors in lists, tuples, dicts, dataclasses and what pytree knows.
         callback: called at each marked output's backward; returns the factor on its gradient.
-        scaled: whether that factor is ever other than 1. A hook will do where it is not, and costs half as much.
     """
-    num_marked = 0
+    tensors = _with_gradient(output)
+    num_storages = len({_storage(tensor) for tensor in tensors})
+    return _scaled(output, callback, num_storages == len(tensors)), len(tensors)
 
-    def note(gradient: torch.Tensor) -> None:
-        callback()
 
-    def mark(value: Any) -> Any:
-        nonlocal num_marked
-        if isinstance(value, torch.Tensor) and value.requires_grad:
-            num_marked += 1
-            if scaled or value.grad_fn is None:  # a parameter would keep the hook for ever
-                return _Mark.apply(callback, value)  # type: ignore[no-untyped-call]
-            value.register_hook(note)  # type: ignore[no-untyped-call]
-            return value
-        if is_dataclass(value) and not isinstance(value, type):  # DDP looks into these too
-            marked = copy.copy(value)
-            for part in fields(value):
-                object.__setattr__(marked, part.name, pytree.tree_map(mark, getattr(value, part.name)))
+def _scaled(value: Any, callback: Any, alone: bool) -> Any:
+    def mark(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            return _Mark.apply(callback, leaf, alone)  # type: ignore[no-untyped-call]
+        if is_dataclass(leaf) and not isinstance(leaf, type):  # DDP looks into these too
+            marked = copy.copy(leaf)
+            for part in fields(leaf):
+                object.__setattr__(marked, part.name, _scaled(getattr(leaf, part.name), callback, alone))
             return marked
-        return value
+        return leaf
 
-    marked = mark(output) if isinstance(output, torch.Tensor) else pytree.tree_map(mark, output)
-    return marked, num_marked
+    return pytree.tree_map(mark, value)
+
+
+def watch_outputs(output: Any, callback: Any) -> list[Any]:
+    """Have `callback(...)` called when backward comes to any tensor of an output; handles to `remove()` in the end.
+
+    Autograd's nodes are watched, not the tensors: a tensor's hook also runs where its gradient is only asked for, and
+    is lost with a view that is changed in place, for which its base is watched.
+    """
+    handles = []
+    for tensor in _with_gradient(output):
+        base = tensor._base
+        node = tensor.grad_fn if base is None or base.grad_fn is None else base.grad_fn
+        # A parameter that is returned as it is has no node.
+        watch: Any = tensor.register_hook if node is None else node.register_prehook
+        handles.append(watch(callback))
+    return handles
+
+
+def _with_gradient(output: Any) -> list[torch.Tensor]:
+    """The tensors of an output that have a gradient."""
+    if isinstance(output, torch.Tensor):
+        return [output] if output.requires_grad else []
+    found = []
+    for leaf in pytree.tree_leaves(output):
+        if isinstance(leaf, torch.Tensor):
+            found += [leaf] if leaf.requires_grad else []
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            found += [tensor for part in fields(leaf) for tensor in _with_gradient(getattr(leaf, part.name))]
+    return found
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """What tensors that share memory have in common; itself where it has no memory of its own to ask for."""
+    with suppress(RuntimeError):
+        return tensor.untyped_storage().data_ptr()
+    return id(tensor)

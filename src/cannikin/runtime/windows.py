@@ -62,14 +62,15 @@ def _read_norms(step: StepInProgress, values: Iterator[float]) -> list[float]:
     """
     *norms, sample = ([next(values) for _ in kind] for kind in step.norms())
     scale, after = [next(values) for _ in _scales(step)] or (1.0, 1.0)
-    sums = [_infinite_unless_finite(sum(kind)) / scale**2 if kind else math.nan for kind in norms]
+    sums = [_unscaled(sum(kind), scale) if kind else math.nan for kind in norms]
     if after < scale or not math.isfinite(sum(sample)):
         sums[1] = math.inf
     return [sums[0] * step.norm_scale, *sums[1:]]
 
 
-def _infinite_unless_finite(value: float) -> float:
-    return value if math.isfinite(value) else math.inf
+def _unscaled(norm: float, scale: float) -> float:
+    """Infinite where it is not a number, and where the scale has fallen to 0, as in a run that has diverged."""
+    return norm / scale**2 if scale and math.isfinite(norm) else math.inf
 
 
 def encode_steps(
