@@ -80,11 +80,14 @@ def test_quick_lowers_the_target_and_nothing_of_the_training():
         (["--dataset", "fashion-mnist", "--data", "."], "is it Fashion-MNIST's folder?"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_status_2(arguments, words):
+def test_bad_input_is_one_line_and_exit_status_2_and_leaves_nothing_behind(arguments, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(main, ["demo", *arguments])
     assert result.exit_code == 2
     assert words in result.stderr
     assert len(result.stderr.splitlines()) == 1
+    assert not result.stdout
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.timeout(120)

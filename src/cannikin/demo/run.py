@@ -29,6 +29,7 @@ def run_demo(
     Leaves a run log for each policy and `summary.json` under `out`.
     """
     check_folder(task.dataset, data)
+    cluster = LabCluster(speeds=speeds, sample_s=task.sample_ms / 1e3, fixed_s=task.fixed_ms / 1e3)
     if task.dataset == "digits" and data is not None:
         console.print(f"--data {data} is not used: scikit-learn brings the digits.", highlight=False)
     ranks = ", ".join(f"{speed:g}" for speed in speeds)
@@ -36,7 +37,6 @@ def run_demo(
     console.print(heading, highlight=False)
     out.mkdir(parents=True, exist_ok=True)
     results: list[dict[str, Any]] = []
-    cluster = LabCluster(speeds=speeds, sample_s=task.sample_ms / 1e3, fixed_s=task.fixed_ms / 1e3)
     script = ["-m", "cannikin.demo.train", "--task", msgspec.json.encode(task).decode()]
     script += ["--policies", ",".join(policies), "--run-dir", str(out)]
     script += ["--data", str(data)] if data is not None else []
