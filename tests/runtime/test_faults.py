@@ -205,6 +205,14 @@ def test_a_gradient_that_is_not_finite_is_counted_and_does_not_poison_the_noise_
     assert 0 < low < math.inf
 
 
+def test_a_training_in_which_no_gradient_is_finite_any_more_is_told_of_once():
+    told, *others = run_ranks(cases.warnings_of_bad_gradients, EVERY_RANK, 80)
+    assert [text for texts in others for text in texts] == []
+    (text,) = told
+    assert re.match(r"no gradient of steps 0 to (29|3\d) was finite, so the training has most likely diverged", text)
+    assert run_ranks(cases.warnings_of_bad_gradients, EVERY_RANK, 24) == [[]] * EVERY_RANK, "a GradScaler may need some"
+
+
 @pytest.mark.parametrize(
     "optimizer",
     [torch.optim.SGD, torch.optim.AdamW, partial(torch.optim.AdamW, fused=True)],

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from told import collecting_warnings
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
 
@@ -401,19 +402,35 @@ class NoiseReport:
 
 
 def train_with_bad_gradients(rank: int, world_size: int, bad: dict[int, tuple[int, ...]], value: float) -> NoiseReport:
-    """Ranks `bad[step]` have a gradient full of `value` at that step; the script leaves such steps out, as many do."""
+    """What is known in the end where ranks `bad[step]` have a gradient full of `value` at that step."""
     model, optimizer = make_model()
+    return noise_report(rank, model, leave_out_bad_gradients(model, optimizer, bad, value))
+
+
+def warnings_of_bad_gradients(rank: int, world_size: int, num_bad: int) -> list[str]:
+    """What is warned of where the first steps, so many of them, have gradients full of NaN."""
+    model, optimizer = make_model()
+    bad = {step: tuple(range(world_size)) for step in range(num_bad)}
+    with collecting_warnings() as caught:
+        leave_out_bad_gradients(model, optimizer, bad, math.nan)
+    return [warning.text for warning in caught]
+
+
+def leave_out_bad_gradients(
+    model: HeteroDataParallel, optimizer: Any, bad: dict[int, tuple[int, ...]], value: float
+) -> list[int]:
+    """A script that leaves out steps whose gradient is not finite, as many do; which those were."""
     loader = HeteroDataLoader(Numbered(600), model=model, batch_size=6)
     seen = []
     for number, (features, targets, _) in enumerate(loader):
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(model(features), targets)
-        (loss * value if rank in bad.get(number, ()) else loss).backward()
+        (loss * value if model.engine.rank in bad.get(number, ()) else loss).backward()
         if all(bool(torch.isfinite(p.grad).all()) for p in model.parameters()):
             optimizer.step()
         else:
             seen.append(number)
-    return noise_report(rank, model, seen)
+    return seen
 
 
 def train_with_a_scaler(rank: int, world_size: int, bad: dict[int, tuple[int, ...]], optimizer: Any) -> NoiseReport:

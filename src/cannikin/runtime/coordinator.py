@@ -33,6 +33,8 @@ from cannikin.runtime.windows import Report, encode_steps, merge_windows, start_
 
 __all__ = ["Coordinator"]
 
+_LOST = 30  # steps in a row without a finite gradient after which somebody should look
+
 
 class Coordinator:
     """Collects this rank's steps, and keeps the plans that rank 0 makes of everybody's.
@@ -75,6 +77,7 @@ class Coordinator:
         self._decided: Future[Decision] | None = None
         self._thread = ThreadPoolExecutor(1, "cannikin-planner") if exchange.rank == 0 else None
         self._num_nonfinite = 0
+        self._nonfinite_run = 0  # such steps in a row, as far as whole windows had nothing else
         self._failed = False
 
     @property
@@ -145,8 +148,22 @@ class Coordinator:
         report = merge_windows(self._exchange.finish_gather(), first_step, num_steps, loaded_alone=self._loaded_alone)
         if self._thread is not None:
             self._report = report
-            self._num_nonfinite += report.window.num_nonfinite
+            self._count_nonfinite(report.window.num_nonfinite, num_steps, first_step)
             self._decided = self._thread.submit(self._plan, report, free_step + report.num_ahead)
+
+    def _count_nonfinite(self, count: int, num_steps: int, first_step: int) -> None:
+        """Say so once where nothing is learned any more; a GradScaler that looks for its scale needs fewer steps."""
+        run_before = self._nonfinite_run
+        self._num_nonfinite += count
+        self._nonfinite_run = run_before + count if count == num_steps else 0
+        if run_before < _LOST <= self._nonfinite_run:
+            warnings.warn(
+                f"no gradient of steps {first_step + num_steps - self._nonfinite_run} to {first_step + num_steps - 1} "
+                "was finite, so the training has most likely diverged: look for NaN in data and loss, lower the "
+                "learning rate, and go on from a checkpoint of before",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _plan(self, report: Report, free_step: int) -> Decision:
         """Learn from the window and plan; a planner that fails costs its plans, not the training."""

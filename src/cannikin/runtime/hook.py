@@ -45,6 +45,13 @@ class HookState:
         # NCCL's continuation runs in the order of a stream, gloo's on a host thread of its own.
         self.reads_sum = dist.get_rank(group) == 0  # all ranks have the same sum: rank 0 measures it for them
         self.mark_done = clock.mark if dist.get_backend(group) == "nccl" else clock.host_mark
+        self._options = dist.AllreduceOptions()  # of a sum
+
+    def all_reduce(self, buffer: torch.Tensor) -> Any:
+        """Begin to sum a buffer over ranks: `dist.all_reduce` without what Python does around it in every step."""
+        if buffer.is_complex():
+            return dist.all_reduce(buffer, group=self.group, async_op=True)
+        return self.group.allreduce([buffer], self._options)
 
 
 def weighted_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined,unused-ignore]
@@ -74,7 +81,7 @@ def weighted_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
             step.local_sqnorms[index] = _dot(buffer, buffer, scale)
         if weight != 1.0:
             buffer.mul_(weight)
-    work = dist.all_reduce(buffer, group=state.group, async_op=True)
+    work = state.all_reduce(buffer)
 
     def finish(future: Any) -> torch.Tensor:
         step.done[index] = state.mark_done()
@@ -108,7 +115,7 @@ def share_of(state: HookState, step: StepInProgress) -> float:
 
 
 def _sum(state: HookState, buffer: torch.Tensor) -> Future:
-    result: Future = dist.all_reduce(buffer, group=state.group, async_op=True).get_future().then(lambda f: f.value()[0])
+    result: Future = state.all_reduce(buffer).get_future().then(lambda future: future.value()[0])
     return result
 
 
