@@ -102,6 +102,62 @@ def test_three_unequal_ranks_on_one_gpu_end_with_the_parameters_of_one_process(k
             assert np.abs(ours - theirs).max() <= 2e-5 * np.abs(theirs).max()
 
 
+class Pairs(nn.Module):
+    """Scores of pairs out of two tables, as recommenders have them: most of the gradient is zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users, self.items = nn.Embedding(2000, 32), nn.Embedding(1000, 32)
+        self.output = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 1))
+
+    def forward(self, users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+        joined = torch.cat([self.users(users), self.items(items)], dim=-1)
+        return self.output(joined).squeeze(-1)
+
+
+def train_pairs(net: nn.Module, model: Any, parts: Any, *, half: bool) -> list[np.ndarray]:
+    """80 steps of Adam, so that the noise scale's preconditioned norms are taken too; `parts` cuts a batch."""
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3, eps=1e-3)
+    model = model(net, optimizer)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(80):
+        users, items = (torch.randint(0, high, (300,), generator=generator).cuda() for high in (2000, 1000))
+        mine = parts(step, model)
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16, enabled=half):
+            logits = model(users[mine], items[mine])
+        wanted = ((users + items) % 2)[mine].float()
+        nn.functional.binary_cross_entropy_with_logits(logits.float(), wanted).backward()
+        optimizer.step()
+    return [p.detach().cpu().numpy() for p in net.parameters()]
+
+
+def pairs_of_ranks(rank: int, world_size: int, half: bool) -> list[np.ndarray]:
+    from cannikin import HeteroDataParallel
+
+    def parts(step: int, model: HeteroDataParallel) -> slice:
+        split = ((200, 70, 30), (100, 100, 100), (30, 20, 250))[step % 3]
+        model.use_batch(split[rank], 300)
+        return slice(sum(split[:rank]), sum(split[: rank + 1]))
+
+    deterministic()
+    torch.manual_seed(0)
+    return train_pairs(
+        Pairs().cuda(), lambda net, adam: HeteroDataParallel(net, adam, lr_rule="none"), parts, half=half
+    )
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("half", "tolerance"), [(False, 1e-4), (True, 0.05)], ids=["float32", "bfloat16"])
+def test_tables_of_embeddings_under_adam_end_as_in_one_process(half, tolerance):
+    deterministic()
+    torch.manual_seed(0)
+    expected = train_pairs(Pairs().cuda(), lambda net, adam: net, lambda step, model: slice(None), half=half)
+    for result in run_ranks(pairs_of_ranks, 3, half, timeout_s=110):
+        for ours, theirs in zip(result, expected, strict=True):
+            assert np.abs(ours - theirs).max() <= tolerance * np.abs(theirs).max()
+
+
 class _Numbers(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return 64 * 120
