@@ -14,7 +14,7 @@ from told import Raised, run_cases, values
 
 from cannikin.core.controller import window_steps
 from cannikin.errors import DisagreementError
-from cannikin.runtime.windows import merge_windows
+from cannikin.runtime.windows import check_cuts, merge_windows
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -220,7 +220,9 @@ def sent_by(steps: list[tuple[int, int]]) -> torch.Tensor:
 
 
 def test_local_batches_that_add_up_make_a_window():
-    report = merge_windows(torch.stack([sent_by([(4, 6), (1, 1)]), sent_by([(2, 6), (0, 1)])]), 10, 2)
+    sent = torch.stack([sent_by([(4, 6), (1, 1)]), sent_by([(2, 6), (0, 1)])])
+    check_cuts(sent, 10, 2)
+    report = merge_windows(sent, 10, 2)
     assert report.window.local_batches.tolist() == [[4, 2], [1, 1]]
     assert report.window.first_step == 10
 
@@ -236,8 +238,8 @@ def test_local_batches_that_add_up_make_a_window():
 )
 def test_local_batches_that_do_not_add_up_are_refused(first, second, told_of):
     with pytest.raises(DisagreementError, match=told_of):
-        merge_windows(torch.stack([sent_by(first), sent_by(second)]), 10, 2)
+        check_cuts(torch.stack([sent_by(first), sent_by(second)]), 10, 2)
 
 
 def test_batches_that_the_user_brings_along_are_not_checked():
-    merge_windows(torch.stack([sent_by([(4, 0)]), sent_by([(3, 0)])]), 0, 1)
+    check_cuts(torch.stack([sent_by([(4, 0)]), sent_by([(3, 0)])]), 0, 1)

@@ -29,7 +29,7 @@ from cannikin.runtime.hostcopy import HostCopy
 from cannikin.runtime.messages import Decision, decision_length, decode_decision, encode_decision
 from cannikin.runtime.step import StepInProgress
 from cannikin.runtime.timing import Clock
-from cannikin.runtime.windows import Report, encode_steps, merge_windows, start_reading
+from cannikin.runtime.windows import Report, check_cuts, encode_steps, merge_windows, start_reading
 
 __all__ = ["Coordinator"]
 
@@ -144,12 +144,10 @@ class Coordinator:
         self._exchange.start_gather(sent)
 
     def _learn(self, first_step: int, num_steps: int, free_step: int) -> None:
-        # On every rank, though only rank 0 learns of it: all must stop where their cuts differ.
-        report = merge_windows(self._exchange.finish_gather(), first_step, num_steps, loaded_alone=self._loaded_alone)
+        sent = self._exchange.finish_gather()
+        check_cuts(sent, first_step, num_steps)  # on every rank: all must stop where these differ
         if self._thread is not None:
-            self._report = report
-            self._count_nonfinite(report.window.num_nonfinite, num_steps, first_step)
-            self._decided = self._thread.submit(self._plan, report, free_step + report.num_ahead)
+            self._decided = self._thread.submit(self._plan, sent, first_step, num_steps, free_step)
 
     def _count_nonfinite(self, count: int, num_steps: int, first_step: int) -> None:
         """Say so once where nothing is learned any more; a GradScaler that looks for its scale needs fewer steps."""
@@ -165,8 +163,11 @@ class Coordinator:
                 stacklevel=2,
             )
 
-    def _plan(self, report: Report, free_step: int) -> Decision:
+    def _plan(self, sent: torch.Tensor, first_step: int, num_steps: int, free_step: int) -> Decision:
         """Learn from the window and plan; a planner that fails costs its plans, not the training."""
+        report = self._report = merge_windows(sent, first_step, num_steps, loaded_alone=self._loaded_alone)
+        self._count_nonfinite(report.window.num_nonfinite, num_steps, first_step)
+        free_step += report.num_ahead
         now = self._plans[-1]
         if self._failed:
             return self._decide(now)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -40,13 +41,13 @@ class Decision:
         """Initial-batch steps that one step at this total batch is worth; 1 where the noise scale is not known."""
         if not self.noise_trace + self.signal_sqnorm > 0:  # not known, or no gradient at all
             return 1.0
-        worth = efficiency(
-            total_batch,
-            initial_batch=initial_batch,
-            noise_trace=self.noise_trace,
-            signal_sqnorm=self.signal_sqnorm,
-        )
-        return float(worth) * total_batch / initial_batch
+        return _gain(total_batch, initial_batch, self.noise_trace, self.signal_sqnorm)
+
+
+@lru_cache(maxsize=16)  # asked twice in every step, for the same numbers until the next window
+def _gain(total_batch: int, initial_batch: int, noise_trace: float, signal_sqnorm: float) -> float:
+    worth = efficiency(total_batch, initial_batch=initial_batch, noise_trace=noise_trace, signal_sqnorm=signal_sqnorm)
+    return float(worth) * total_batch / initial_batch
 
 
 def decision_length(num_ranks: int) -> int:

@@ -24,13 +24,13 @@ class Progress:
         self._total += gain
         found_inf: Any = getattr(optimizer, "found_inf", None)
         if isinstance(found_inf, torch.Tensor):
-            self._uncertain = HostCopy(found_inf.clone()), gain
+            self._uncertain = HostCopy([found_inf.clone()]), gain
 
     def settle(self) -> float:
         """Take back the last step, should it have been skipped; progress so far."""
         if self._uncertain is not None:
             (found_inf, gain), self._uncertain = self._uncertain, None
-            self._total -= gain * float(found_inf.read())
+            self._total -= gain * found_inf.read()[0]
         return self._total
 
     @property

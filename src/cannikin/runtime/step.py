@@ -69,7 +69,10 @@ class StepInProgress:
     def norms(self) -> list[list[torch.Tensor]]:
         """|g_i|^2, |g|^2, g . g' with the step before, by bucket and on its device, and a sample; [] if not taken."""
         kinds = (self.local_sqnorms, self.global_sqnorms, self.previous_dots, [self.sample])
-        return [[part for part in parts if part is not None] if None not in parts else [] for parts in kinds]
+        found = [
+            [part for part in parts if part is not None] for parts in kinds
+        ]  # `in` would compare tensors with None
+        return [taken if len(taken) == len(parts) else [] for taken, parts in zip(found, kinds, strict=True)]
 
     @property
     def backward_began(self) -> bool:

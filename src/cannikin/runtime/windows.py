@@ -21,7 +21,7 @@ from cannikin.runtime.hostcopy import HostCopy
 from cannikin.runtime.step import StepInProgress
 from cannikin.runtime.timing import Clock
 
-__all__ = ["Report", "encode_steps", "merge_windows", "start_reading"]
+__all__ = ["Report", "check_cuts", "encode_steps", "merge_windows", "start_reading"]
 
 _TOP = 2  # numbers before the steps
 _HEAD = 9  # numbers of a step before its buckets
@@ -46,8 +46,7 @@ class Report:
 
 def start_reading(steps: list[StepInProgress]) -> HostCopy:
     """Begin to copy all that these steps measured on their device to the host, in two kernels for all of it."""
-    tensors = [tensor for step in steps for tensor in (*chain(*step.norms()), *_scales(step))]
-    return HostCopy(torch.stack(tensors).double() if tensors else torch.zeros(0))
+    return HostCopy([tensor for step in steps for tensor in (*chain(*step.norms()), *_scales(step))])
 
 
 def _scales(step: StepInProgress) -> list[torch.Tensor]:
@@ -90,7 +89,7 @@ def encode_steps(
     gaps = [record.other_s for record in records if record.valid]
     usual = median(gaps) if gaps else 0.0
     num_buckets = max([1, *(len(step.ready) for step in steps)])  # 1 where gradients only piled up, under no_sync
-    values = iter(measured.read().tolist())
+    values = iter(measured.read())
     numbers: list[float] = [num_ahead, max_batch]
     for step, record in zip(steps, records, strict=True):
         entry = step.entry
@@ -104,13 +103,8 @@ def encode_steps(
 
 
 def merge_windows(sent: torch.Tensor, first_step: int, num_steps: int, *, loaded_alone: bool = False) -> Report:
-    """All ranks' vectors, [n, 2 + S * (9 + 2 J)], as one window; `loaded_alone` as in `BatchEntry`.
-
-    Raises `DisagreementError` where ranks cut a step differently: some samples would be seen twice, others never.
-    """
-    ranks = sent.shape[0]
-    top, table = sent[:, :_TOP].numpy(), sent[:, _TOP:].numpy().reshape(ranks, num_steps, -1).swapaxes(0, 1)
-    _check_cut(table[..., 1], table[..., 2], first_step)
+    """All ranks' vectors, [n, 2 + S * (9 + 2 J)], as one window; `loaded_alone` as in `BatchEntry`."""
+    top, table = sent[:, :_TOP].numpy(), _by_step(sent, num_steps)
     num_buckets = (table.shape[2] - _HEAD) // 2
     valid = table[..., 0] == 1
     load_s, other_s = (np.where(valid, table[..., column], 0.0) for column in (4, 5))
@@ -130,8 +124,13 @@ def merge_windows(sent: torch.Tensor, first_step: int, num_steps: int, *, loaded
     return Report(window=window, load_s=load_s, other_s=other_s, num_ahead=int(top[:, 0].max()))
 
 
-def _check_cut(batches: FloatArray, totals: FloatArray, first_step: int) -> None:
-    """Every step's local batches, [S, n], must add up to the total that each rank took it for."""
+def check_cuts(sent: torch.Tensor, first_step: int, num_steps: int) -> None:
+    """Raise `DisagreementError` where ranks cut a step differently: some samples would be seen twice, others never.
+
+    Every step's local batches must add up to the total that each rank took it for.
+    """
+    table = _by_step(sent, num_steps)
+    batches, totals = table[..., 1], table[..., 2]
     wrong = (totals > 0).all(axis=1) & (totals != batches.sum(axis=1, keepdims=True)).any(axis=1)
     if wrong.any():
         step = int(wrong.argmax())
@@ -140,3 +139,9 @@ def _check_cut(batches: FloatArray, totals: FloatArray, first_step: int) -> None
             f"ranks cut step {first_step + step} differently, into local batches {cut} of totals {total}: take "
             "batches from the loader in the same order on every rank, none ahead of the others"
         )
+
+
+def _by_step(sent: torch.Tensor, num_steps: int) -> FloatArray:
+    """What ranks sent of each step, [S, n, 9 + 2 J]."""
+    table: FloatArray = sent[:, _TOP:].numpy().reshape(len(sent), num_steps, -1).swapaxes(0, 1)
+    return table
