@@ -136,7 +136,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("regimes", nargs="*", default=[], metavar="REGIME", help=", ".join(REGIMES))
     parser.add_argument("--job", choices=("limit", "slowed"), action="append", help="only this; both if left out")
     parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "cannikin-lab-limit.jsonl")
-    parser.add_argument("--limit-s", type=float, default=300.0, help="seconds for each launch")
+    parser.add_argument("--limit-s", type=float, default=1500.0, help="seconds for each launch")
     options = parser.parse_args([] if argv is None else argv)
     launching.empty(options.out)
     missing = Hosts().missing(LabCluster(speeds=SPEEDS, sample_s=1e-3, link_bit_per_s=1e8))

@@ -100,6 +100,8 @@ class Training:
         rng = np.random.default_rng(1)  # the same order on every rank
         seconds = np.zeros((ROUNDS, passes, len(splits)))
         for i, j in np.ndindex(ROUNDS, passes):
+            if j == 0:
+                _say(f"  round {i + 1} of {ROUNDS}")
             for k in rng.permutation(len(splits)):
                 self.model.use_batch(splits[k][self.rank], self.total)
                 seconds[i, j, k] = self.step_seconds(splits[k][self.rank])
@@ -190,9 +192,9 @@ def slowed(total: int, steps: int, change: int, passes: int, **keywords: Any) ->
 
 
 def _compare(training: Training, named: dict[str, Split], grid: list[Split], passes: int) -> dict[str, Any]:
-    """A grid of splits measured shortly, the best three of it again, for long, beside those that have a name."""
-    _say(f"{len(grid)} splits, {ROUNDS * 2} steps each")
-    first = dict(zip(grid, training.interleaved(grid, 2)[-1].tolist(), strict=True))
+    """A grid of splits measured in turns, then the best three of it again beside those that have a name."""
+    _say(f"{len(grid)} splits, {ROUNDS * passes} steps each")
+    first = dict(zip(grid, training.interleaved(grid, passes)[-1].tolist(), strict=True))
     chosen = list(dict.fromkeys([*named.values(), *sorted(grid, key=first.__getitem__)[:3]]))
     _say(f"{len(chosen)} splits again, {ROUNDS * passes} steps each")
     again = dict(zip(chosen, (1e3 * training.interleaved(chosen, passes)).T.tolist(), strict=True))
