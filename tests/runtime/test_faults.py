@@ -205,12 +205,17 @@ def test_a_gradient_that_is_not_finite_is_counted_and_does_not_poison_the_noise_
     assert 0 < low < math.inf
 
 
-def test_a_training_in_which_no_gradient_is_finite_any_more_is_told_of_once():
-    told, *others = run_ranks(cases.warnings_of_bad_gradients, EVERY_RANK, 80)
+@pytest.mark.parametrize("num_parts", [1, 2], ids=["every step", "accumulated"])
+def test_a_training_in_which_no_gradient_is_finite_any_more_is_told_of_once(num_parts):
+    told, *others = run_ranks(cases.warnings_of_bad_gradients, EVERY_RANK, range(10, 95), num_parts)
     assert [text for texts in others for text in texts] == []
     (text,) = told
-    assert re.match(r"no gradient of steps 0 to (29|3\d) was finite, so the training has most likely diverged", text)
-    assert run_ranks(cases.warnings_of_bad_gradients, EVERY_RANK, 24) == [[]] * EVERY_RANK, "a GradScaler may need some"
+    assert re.match(r"none of the last 3\d gradients was finite, up to step \d\d: the training has most likely", text)
+
+
+@pytest.mark.parametrize("bad", [range(24), range(0, 100, 2)], ids=["a GradScaler may need some", "every other one"])
+def test_some_gradients_that_are_not_finite_are_no_reason_to_warn(bad):
+    assert run_ranks(cases.warnings_of_bad_gradients, EVERY_RANK, bad) == [[]] * EVERY_RANK
 
 
 @pytest.mark.parametrize(

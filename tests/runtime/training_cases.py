@@ -9,6 +9,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -407,29 +408,33 @@ def train_with_bad_gradients(rank: int, world_size: int, bad: dict[int, tuple[in
     return noise_report(rank, model, leave_out_bad_gradients(model, optimizer, bad, value))
 
 
-def warnings_of_bad_gradients(rank: int, world_size: int, num_bad: int) -> list[str]:
-    """What is warned of where the first steps, so many of them, have gradients full of NaN."""
+def warnings_of_bad_gradients(rank: int, world_size: int, bad_steps: range, num_parts: int = 1) -> list[str]:
+    """What is warned of where these steps have gradients full of NaN; gradients of `num_parts` batches add up."""
     model, optimizer = make_model()
-    bad = {step: tuple(range(world_size)) for step in range(num_bad)}
+    bad = {step: tuple(range(world_size)) for step in bad_steps}
     with collecting_warnings() as caught:
-        leave_out_bad_gradients(model, optimizer, bad, math.nan)
+        leave_out_bad_gradients(model, optimizer, bad, math.nan, num_parts)
     return [warning.text for warning in caught]
 
 
 def leave_out_bad_gradients(
-    model: HeteroDataParallel, optimizer: Any, bad: dict[int, tuple[int, ...]], value: float
+    model: HeteroDataParallel, optimizer: Any, bad: dict[int, tuple[int, ...]], value: float, num_parts: int = 1
 ) -> list[int]:
     """A script that leaves out steps whose gradient is not finite, as many do; which those were."""
     loader = HeteroDataLoader(Numbered(600), model=model, batch_size=6)
     seen = []
     for number, (features, targets, _) in enumerate(loader):
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(features), targets)
-        (loss * value if model.engine.rank in bad.get(number, ()) else loss).backward()
+        is_last = (number + 1) % num_parts == 0
+        with nullcontext() if is_last else model.no_sync():
+            loss = nn.functional.mse_loss(model(features), targets)
+            (loss * value if model.engine.rank in bad.get(number, ()) else loss).backward()
+        if not is_last:
+            continue
         if all(bool(torch.isfinite(p.grad).all()) for p in model.parameters()):
             optimizer.step()
         else:
             seen.append(number)
+        optimizer.zero_grad()
     return seen
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from cannikin.core.controller import window_steps
-from cannikin.core.records import NO_MAX, Job, Plan, Planner
+from cannikin.core.records import NO_MAX, Job, Plan, Planner, StepWindow
 from cannikin.errors import InvalidInputError
 from cannikin.runtime.exchange import Exchange
 from cannikin.runtime.hostcopy import HostCopy
@@ -77,7 +77,7 @@ class Coordinator:
         self._decided: Future[Decision] | None = None
         self._thread = ThreadPoolExecutor(1, "cannikin-planner") if exchange.rank == 0 else None
         self._num_nonfinite = 0
-        self._nonfinite_run = 0  # such steps in a row, as far as whole windows had nothing else
+        self._nonfinite_run = 0  # such steps since the last window with a good one
         self._failed = False
 
     @property
@@ -106,6 +106,7 @@ class Coordinator:
     def restore(self, state: dict[str, Any]) -> None:
         """Let the planner take a saved state, and begin with the plan it held."""
         self.planner.load_state_dict(state)
+        self._nonfinite_run = 0
         self.begin_with(self._decide(self.planner.plan(0)))
 
     def begin_with(self, decision: Decision) -> None:
@@ -149,24 +150,10 @@ class Coordinator:
         if self._thread is not None:
             self._decided = self._thread.submit(self._plan, sent, first_step, num_steps, free_step)
 
-    def _count_nonfinite(self, count: int, num_steps: int, first_step: int) -> None:
-        """Say so once where nothing is learned any more; a GradScaler that looks for its scale needs fewer steps."""
-        run_before = self._nonfinite_run
-        self._num_nonfinite += count
-        self._nonfinite_run = run_before + count if count == num_steps else 0
-        if run_before < _LOST <= self._nonfinite_run:
-            warnings.warn(
-                f"no gradient of steps {first_step + num_steps - self._nonfinite_run} to {first_step + num_steps - 1} "
-                "was finite, so the training has most likely diverged: look for NaN in data and loss, lower the "
-                "learning rate, and go on from a checkpoint of before",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-
     def _plan(self, sent: torch.Tensor, first_step: int, num_steps: int, free_step: int) -> Decision:
         """Learn from the window and plan; a planner that fails costs its plans, not the training."""
         report = self._report = merge_windows(sent, first_step, num_steps, loaded_alone=self._loaded_alone)
-        self._count_nonfinite(report.window.num_nonfinite, num_steps, first_step)
+        self._num_nonfinite += report.window.num_nonfinite
         free_step += report.num_ahead
         now = self._plans[-1]
         if self._failed:
@@ -194,7 +181,7 @@ class Coordinator:
         decision = Decision(plan=plan, num_nonfinite=self._num_nonfinite, window_steps=length)
         if noise is None:
             return decision
-        return replace(decision, signal_sqnorm=noise.signal_sqnorm, noise_trace=noise.noise_trace)
+        return replace(decision, signal_sqnorm=float(noise.signal_sqnorm), noise_trace=float(noise.noise_trace))
 
     def _announce(self) -> None:
         message = torch.empty(decision_length(self.job.num_ranks), dtype=torch.int64)
@@ -215,7 +202,22 @@ class Coordinator:
             self._plans = [*self._plans[in_force:], plan]
         else:
             self._plans[-1] = replace(plan, first_step=self._plans[-1].first_step)
+        if self._report is not None:
+            self._warn_if_lost(self._report.window)
         self._on_decision(self.decision, self._report)
+
+    def _warn_if_lost(self, window: StepWindow) -> None:
+        """Say so once where nothing is learned any more; a GradScaler that looks for its scale needs fewer steps."""
+        before, is_healthy = self._nonfinite_run, (window.valid.all(axis=1) & ~window.overflowed).any()
+        self._nonfinite_run = 0 if is_healthy else before + window.num_nonfinite
+        if before < _LOST <= self._nonfinite_run:
+            warnings.warn(
+                f"none of the last {self._nonfinite_run} gradients was finite, up to step "
+                f"{window.first_step + window.num_steps - 1}: the training has most likely diverged; look for NaN in "
+                "data and loss, lower the learning rate, and go on from a checkpoint of before",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 def _checked(plan: Plan, job: Job) -> Plan:

@@ -24,7 +24,7 @@ class Progress:
         self._total += gain
         found_inf: Any = getattr(optimizer, "found_inf", None)
         if isinstance(found_inf, torch.Tensor):
-            self._uncertain = HostCopy([found_inf.clone()]), gain
+            self._uncertain = HostCopy([found_inf.clone().reshape(())]), gain
 
     def settle(self) -> float:
         """Take back the last step, should it have been skipped; progress so far."""
