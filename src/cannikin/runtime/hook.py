@@ -89,6 +89,8 @@ def weighted_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
         if not state.reads_sum:
             return result
         if take_norms:
+            if scale is not None and scale.is_cuda:  # torch may run this on a stream of its own
+                scale.record_stream(torch.cuda.current_stream(scale.device))
             # A place for each bucket, no running sum: gloo ends two all-reduces at once, on two threads.
             step.global_sqnorms[index] = _dot(result, result, scale)
             if state.previous is not None:
