@@ -27,7 +27,10 @@ PARTS: dict[str, list[Launch]] = {
             [
                 ("overhead", {"kind": "resnet18", "local_batch": 64, "rounds": 240}),
                 ("overhead", {"kind": "resnet18", "local_batch": 256, "rounds": 160}),
-                ("overhead", {"kind": "gpt2-small", "local_batch": 2, "rounds": 80}),
+                (
+                    "overhead",
+                    {"kind": "gpt2-small", "local_batch": 2, "rounds": 240, "variants": ["raw", "control", "ours"]},
+                ),
             ],
         )
     ],

@@ -11,6 +11,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +86,12 @@ class _Made:
     item_count = None
 
 
-VARIANTS = ("raw", "control", "torch hook", "no buffers", "ours")
-
-
-def overhead(kind: str, local_batch: int, rounds: int) -> dict[str, Any]:
+def overhead(
+    kind: str,
+    local_batch: int,
+    rounds: int,
+    variants: Sequence[str] = ("raw", "control", "torch hook", "no buffers", "ours"),
+) -> dict[str, Any]:
     """Ours with an even plan against plain DDP, in random order within each round, with three more to compare.
 
     A second plain DDP is the control. torch's own `allreduce_hook` shows what a hook in Python costs at all, and DDP
@@ -97,20 +100,21 @@ def overhead(kind: str, local_batch: int, rounds: int) -> dict[str, Any]:
     job: Any = Images(local_batch) if kind == "resnet18" else Tokens(local_batch)
     n = dist.get_world_size()
     models, optimizers = {}, {}
-    for variant in VARIANTS:
+    for variant in variants:
         net = job.network()
         optimizers[variant] = sgd(net)
         if variant == "ours":
             models[variant] = HeteroDataParallel(net, optimizers[variant], policy="even")
         else:
             models[variant] = DistributedDataParallel(net, broadcast_buffers=variant != "no buffers")
-    models["torch hook"].register_comm_hook(None, allreduce_hook)
+    if "torch hook" in models:
+        models["torch hook"].register_comm_hook(None, allreduce_hook)
     models["ours"].engine.bind(_Made(), Job(num_ranks=n, batch_size=local_batch * n), {})
     rng = np.random.default_rng(0)  # the same order on every rank
-    seconds = np.zeros((WARM_UP + rounds, len(VARIANTS)))
+    seconds = np.zeros((WARM_UP + rounds, len(variants)))
     for step in range(WARM_UP + rounds):
-        for k in rng.permutation(len(VARIANTS)):
-            variant = VARIANTS[k]
+        for k in rng.permutation(len(variants)):
+            variant = variants[k]
             if variant == "ours":
                 models[variant].use_batch(local_batch, local_batch * n)
             dist.barrier()
@@ -125,8 +129,8 @@ def overhead(kind: str, local_batch: int, rounds: int) -> dict[str, Any]:
         "rounds": rounds,
         "raw_ms": raw * 1e3,
         "spread_pct": 100 * float(np.subtract(*np.percentile(taken[:, 0], [75, 25]))) / raw,
-        "median_ms": {v: 1e3 * float(np.median(apart[:, k])) for k, v in enumerate(VARIANTS)},
-        "mean_ms": {v: 1e3 * _middle_mean(apart[:, k]) for k, v in enumerate(VARIANTS)},
+        "median_ms": {v: 1e3 * float(np.median(apart[:, k])) for k, v in enumerate(variants)},
+        "mean_ms": {v: 1e3 * _middle_mean(apart[:, k]) for k, v in enumerate(variants)},
     }
 
 
@@ -166,7 +170,7 @@ def limit(total: int, steps: int, largest: int) -> dict[str, Any]:
         "predicted_ms": 1e3 * float(np.median(predicted[-100:])),
         "running_ms": 1e3 * float(np.median(tail)),
         "prediction_error_pct": 100 * abs(float(np.median(predicted[-100:])) / float(np.median(tail)) - 1),
-        "plan_path": [list(p) for p, _ in itertools.groupby(plans)][:12],
+        "plan_path": [(i, plans[i]) for i in range(len(plans)) if i == 0 or plans[i] != plans[i - 1]],
     }
 
 

@@ -91,7 +91,6 @@ loader = cannikin.HeteroDataLoader(
     collate_fn=harness.Rows.collate,
 )
 schedule = harness.one_cycle(optimizer, model, settings, len(loader.dataset))  # by progress
-autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
 @torch.no_grad()
@@ -115,9 +114,8 @@ for _ in model.epochs(settings.epochs):
     for rows in loader:
         rows = rows.to(device)
         optimizer.zero_grad()
-        with autocast:
-            logits = model(epoch_users[rows], epoch_items[rows])
-        loss = nn.functional.binary_cross_entropy_with_logits(logits.float(), (rows < len(users)).float())
+        logits = model(epoch_users[rows], epoch_items[rows])
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, (rows < len(users)).float())
         loss.backward()
         optimizer.step()
         schedule.step()
