@@ -7,11 +7,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from told import Warned, collecting_warnings
 from torch import nn
-from training_cases import Numbered, Step, TinyNet, digits, fail_on_warnings, make_model, one_epoch, take_step
+from training_cases import (
+    Numbered,
+    ScriptedPlanner,
+    Step,
+    TinyNet,
+    digits,
+    fail_on_warnings,
+    make_model,
+    one_epoch,
+    take_step,
+)
 
+from cannikin.core.records import StepWindow
 from cannikin.runlog import Record
 from cannikin.runtime.data import HeteroDataLoader
 from cannikin.runtime.parallel import HeteroDataParallel
@@ -86,6 +98,32 @@ def bad_gradients(rank: int, policy: str, bad_steps: Sequence[int]) -> list[Reco
         if number not in bad_steps:
             optimizer.step()
     return observer.records
+
+
+class WindowsKept(ScriptedPlanner):
+    """Two splits in turn, and the windows it was shown."""
+
+    def __init__(self) -> None:
+        super().__init__([(4, 2), (2, 4)])
+        self.windows: list[StepWindow] = []
+
+    def observe(self, window: StepWindow) -> None:
+        super().observe(window)
+        self.windows.append(window)
+
+
+def steps_that_count(rank: int, *, chooses_kernels: bool) -> list[list[tuple[int, bool]]]:
+    """Each rank's local batch at every step, and whether rank 0 was told that the step counts."""
+    planner = WindowsKept()
+    model, optimizer = make_model(policy=planner)
+    if chooses_kernels:
+        model.engine._tracker._sizes = set()  # as on a GPU
+    one_epoch(model, optimizer, HeteroDataLoader(Numbered(300), model=model, batch_size=6))
+    batches, valid = (
+        np.concatenate([getattr(window, name) for window in planner.windows]).T.tolist() if planner.windows else []
+        for name in ("local_batches", "valid")
+    )
+    return [list(zip(*both, strict=True)) for both in zip(batches, valid, strict=True)]
 
 
 # One rank alone

@@ -25,6 +25,8 @@ TWO_RANKS = {
     "three parts on one rank": partial(cases.loop_of_micro_batches, num_parts=(1, 3)),
     "bad gradients, cannikin": partial(cases.bad_gradients, policy="cannikin", bad_steps=BAD_STEPS),
     "bad gradients, even": partial(cases.bad_gradients, policy="even", bad_steps=BAD_STEPS),
+    "every size counts": partial(cases.steps_that_count, chooses_kernels=False),
+    "new sizes are slow": partial(cases.steps_that_count, chooses_kernels=True),
 }
 ONE_RANK = {
     "free total": partial(cases.train_alone, max_batch_size=192),
@@ -94,6 +96,17 @@ def test_a_gradient_that_is_not_finite_leaves_an_event_under_every_policy(two, p
         assert bad < event.step <= bad + 5
     assert "2 so far" in events[-1].text
     assert sum(window.num_skipped for window in of_kind(records, WindowRecord)) == 2
+
+
+def test_the_first_step_at_each_size_does_not_count_on_a_device_that_chooses_kernels_for_it(two):
+    every, _ = values(two, "every size counts")
+    assert [[counts for _, counts in steps].count(False) for steps in every] == [1, 1], "a run's first step never does"
+    later, _ = values(two, "new sizes are slow")
+    for steps in later:
+        sizes = [size for size, _ in steps]
+        assert len(steps) >= 30
+        assert set(sizes) == {2, 4}
+        assert [k for k, (_, counts) in enumerate(steps) if not counts] == sorted(sizes.index(size) for size in (2, 4))
 
 
 # Plans

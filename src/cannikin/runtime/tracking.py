@@ -60,6 +60,8 @@ class StepTracker:
         self._on_take, self._on_update, self._on_updated = on_take, on_update, on_updated
         self._world_size: int = state.group.size()
         self._device = next(ddp.parameters()).device
+        # Sizes that steps were finished with: at a new one a GPU chooses kernels and finds memory, once.
+        self._sizes: set[int] | None = None if self._device.type == "cpu" else set()
         self._unsynced = 0  # backward passes under no_sync whose gradients wait for the next synchronised one
         self._num_taken = 0
         self._first_valid = 2 if ddp.static_graph else 1  # DDP rebuilds its buckets after the first steps
@@ -202,6 +204,9 @@ class StepTracker:
         if step is not None and step.optimizer_start is not None:
             step.optimizer_end = self._state.clock.mark()
             self._memory.end_step(step.forward_size)
+            if self._sizes is not None and step.forward_size not in self._sizes:
+                self._sizes.add(step.forward_size)
+                step.valid = False
 
 
 def _explain_unmarked(output: Any, *, needed: bool) -> None:
