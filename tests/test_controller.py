@@ -58,16 +58,24 @@ def test_thirty_noisy_steps_bring_a_cluster_near_optperf_and_thirty_more_after_a
         assert within3 >= 90
 
 
-def test_even_comes_first_then_equation_8_then_optperf() -> None:
-    cluster = cluster_of([1.0, 0.5, 0.25])
+def test_even_comes_first_then_a_guess_with_half_of_all_time_fixed_then_optperf() -> None:
+    slowness = np.array([1.0, 1.25, 1.6])
+    cluster = cluster_of((1 / slowness).tolist())
     training = Training(Controller(Job(num_ranks=3, batch_size=96)), np.random.default_rng(0))
     training.run(cluster, 15, noise=0.0, outliers=0.0)
-    even, inverse, optperf, *_ = training.plans
-    assert [plan.phase for plan in (even, inverse, optperf)] == ["even", "inverse", "optperf"]
+    even, guess, optperf, *_ = training.plans
+    assert [plan.phase for plan in (even, guess, optperf)] == ["even", "inverse", "optperf"]
     assert even.local_batches == (32, 32, 32)
-    sample_s = 1 / np.array([1.0, 0.5, 0.25])
-    assert inverse.local_batches == pytest.approx(96 / sample_s / (1 / sample_s).sum(), abs=1)
+    guessed_s = slowness * (0.5 + 0.5 * np.array(guess.local_batches) / 32)
+    assert guessed_s == pytest.approx(np.full(3, guessed_s.mean()), rel=0.02)
     assert excess(cluster, optperf.local_batches) < 0.01
+
+
+def test_the_guess_never_gives_a_rank_more_than_twice_what_it_was_measured_at() -> None:
+    cluster = cluster_of([1.0, 0.1, 0.1])
+    training = Training(Controller(Job(num_ranks=3, batch_size=96)), np.random.default_rng(0))
+    training.run(cluster, 10, noise=0.0, outliers=0.0)
+    assert training.plans[1].local_batches == (64, 16, 16)
 
 
 def test_without_noise_three_windows_find_the_optimum_of_lines_and_of_floors() -> None:

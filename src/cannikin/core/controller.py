@@ -1,7 +1,7 @@
 """cannikin's own planner: learn, split, choose the total batch, again and again (paper, section 4), window by window.
 
-The first window runs an even split, the second one batches in inverse proportion to the measured time a sample
-(equation 8), and from then on OptPerf of the model learned so far. Between windows nothing happens. A new split must
+The first window runs an even split, the second one a guess that shows every rank another batch size, and from then on
+OptPerf of the model learned so far. Between windows nothing happens. A new split must
 promise more than the noise allows to believe, or the old one stays: equal ranks stay even, and loaders, compilers and
 the noise estimate are left in peace.
 """
@@ -22,7 +22,6 @@ from cannikin.core.perf import Cluster, step_time
 from cannikin.core.plans import (
     even_batches,
     held_by_memory,
-    inverse_batches,
     load_plan,
     make_plan,
     restoring,
@@ -141,7 +140,7 @@ class Controller:
             if second.local_batches != now.local_batches:  # equal ranks have no second batch size to see
                 return second
         if now.phase == "inverse" and not self._in_force:
-            return replace(now, reason="kept: equation 8's split has not been measured yet")
+            return replace(now, reason="kept: the guess has not been measured yet")
         solver = self._solver(model.cluster)
         total_batch, why = self._total(solver)
         split = solver.split(total_batch)
@@ -159,13 +158,17 @@ class Controller:
         return SplitSolver(replace(cluster, min_batch=np.minimum(least, most), max_batch=np.maximum(most, least)))
 
     def _second(self, step: int, cluster: Cluster) -> Plan:
-        """The second window's plan: equation 8."""
-        batches = np.array(self._current.local_batches)
-        sample_s = np.maximum(cluster.forward.at(batches) + cluster.backward.at(batches), cluster.load.at(batches))
-        split = inverse_batches(self.job, self._current.total_batch, sample_s / batches)
-        reason = "batches in inverse proportion to the measured time a sample (equation 8), to see a second batch size"
-        reason = "; ".join([reason, *self._limits(cluster, split)])
-        return make_plan(step, split, phase="inverse", reason=reason)
+        """The second window's plan, to see a second batch size: equal computing times by the prior of `fit`.
+
+        Equation 8 goes in that direction but not far: it takes all of the time measured for time a sample.
+        """
+        alone = replace(cluster, tails_s=np.zeros_like(cluster.tails_s))
+        split = self._solver(alone).split(self._current.total_batch)
+        if not split.feasible:
+            return self._current
+        reason = "a first guess, as if half of every rank's time were fixed, to see a second batch size"
+        reason = "; ".join([reason, *self._limits(cluster, split.local_batches)])
+        return make_plan(step, split.local_batches, phase="inverse", reason=reason)
 
     def _limits(self, cluster: Cluster, local_batches: tuple[int, ...]) -> list[str]:
         """What else than its speed limits a rank: its memory, or its data."""
