@@ -57,9 +57,9 @@ class _Layer(nn.Module):
 
 
 class SmallGpt(nn.Module):
-    """124 million parameters: 12 layers of width 768, tied embeddings."""
+    """124 million parameters: 12 layers of width 768, tied embeddings of 50,257 tokens, padded to a multiple of 64."""
 
-    def __init__(self, vocabulary: int = 50257, width: int = 768, layers: int = 12, context: int = 1024) -> None:
+    def __init__(self, vocabulary: int = 50304, width: int = 768, layers: int = 12, context: int = 1024) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
         self.layers = nn.Sequential(*(_Layer(width, width // 64) for _ in range(layers)))
