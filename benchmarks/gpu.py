@@ -25,11 +25,11 @@ PARTS: dict[str, list[Launch]] = {
         (
             THREE,
             [
-                ("overhead", {"kind": "resnet18", "local_batch": 64, "rounds": 240}),
-                ("overhead", {"kind": "resnet18", "local_batch": 256, "rounds": 160}),
+                ("overhead", {"kind": "resnet18", "local_batch": 64, "rounds": 160}),
+                ("overhead", {"kind": "resnet18", "local_batch": 256, "rounds": 120}),
                 (
                     "overhead",
-                    {"kind": "gpt2-small", "local_batch": 2, "rounds": 240, "variants": ["raw", "control", "ours"]},
+                    {"kind": "gpt2-small", "local_batch": 2, "rounds": 120, "variants": ["raw", "control", "ours"]},
                 ),
             ],
         )

@@ -1,9 +1,8 @@
 """cannikin's own planner: learn, split, choose the total batch, again and again (paper, section 4), window by window.
 
-The first window runs an even split, the second one a guess that shows every rank another batch size, and from then on
-OptPerf of the model learned so far. Between windows nothing happens. A new split must
-promise more than the noise allows to believe, or the old one stays: equal ranks stay even, and loaders, compilers and
-the noise estimate are left in peace.
+The first window runs an even split, the second a guess that shows ranks another batch size, and from then on OptPerf
+of the model learned so far. Between windows nothing happens. A new split must promise more than the noise allows to
+believe, or the old one stays: equal ranks stay even, and loaders, compilers and the noise estimate are left in peace.
 """
 
 from __future__ import annotations

@@ -69,9 +69,8 @@ class StepInProgress:
     def norms(self) -> list[list[torch.Tensor]]:
         """|g_i|^2, |g|^2, g . g' with the step before, by bucket and on its device, and a sample; [] if not taken."""
         kinds = (self.local_sqnorms, self.global_sqnorms, self.previous_dots, [self.sample])
-        found = [
-            [part for part in parts if part is not None] for parts in kinds
-        ]  # `in` would compare tensors with None
+        # Not `None in parts`, which compares tensors with None.
+        found = [[part for part in parts if part is not None] for parts in kinds]
         return [taken if len(taken) == len(parts) else [] for taken, parts in zip(found, kinds, strict=True)]
 
     @property
