@@ -144,6 +144,21 @@ def test_the_learner_recovers_a_noisy_cluster() -> None:
         assert cluster.backward.at(batches) == pytest.approx(truth.backward.at(batches), rel=0.03)
 
 
+def test_a_curve_that_is_no_line_is_right_where_the_rank_runs_now() -> None:
+    learner, rng = Learner(1), RNG(5)
+    for batch, factor in ((256, 1.0), (64, 1.0), (128, 1.08)):
+        truth = Cluster(
+            forward=Curve(fixed_s=[0.004 * factor], per_sample_s=[1e-4 * factor]),
+            backward=Curve(fixed_s=[0.006 * factor], per_sample_s=[2e-4 * factor]),
+            gammas=[1.0],
+            tails_s=[0.002],
+        )
+        learner.observe(measure(truth, [make_plan(0, (batch,), phase="even", reason="")] * 10, rng, noise=0.02))
+    fitted = learner.model(np.array([1]), np.array([999])).cluster
+    assert fitted is not None
+    assert fitted.backward.at([128]) == pytest.approx(truth.backward.at([128]), rel=0.025)
+
+
 def test_each_rank_has_overlap_ratios_of_its_own() -> None:
     truth = Cluster(
         forward=Curve(fixed_s=[0.004, 0.004], per_sample_s=[1e-4, 1e-4]),

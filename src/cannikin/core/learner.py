@@ -30,7 +30,10 @@ _NEAR_BATCH = 0.10  # an average this close, resting on this many steps, vouches
 _MIN_WEIGHT = 2.5
 # Elsewhere the fitted curve does, less this much for being a fit, and more with the distance in logarithms.
 _ALLOWANCE, _DISTANCE_ALLOWANCE, _LARGE_ALLOWANCE = 0.2, 0.3, 0.5
-_OUTLIER = 4.0  # standard deviations
+# Times are a line within a few per cent only: GPUs work in waves, and like some sizes better. A point vouches for the
+# line where the rank runs now to this standard deviation, times the root of the distance in logarithms.
+_WAVES = 0.05
+_OUTLIER = 3.0  # standard deviations
 _DRIFT, _ALARM, _CLIP = 0.5, 9.0, 3.0  # CUSUM in standard deviations: four steps of a doubled time
 _LEAST_CHANGE = 0.04  # what counts as a standard deviation at least: times wander by some per cent, and are followed
 _AFTER_CHANGE = 4.0  # steps' worth of weight that a rescaled history keeps
@@ -57,6 +60,7 @@ class Learner:
         self.num_changes = 0
         self.loading = LoadHistory(num_ranks)
         self._rank_noise = np.zeros(num_ranks)
+        self._present = np.zeros(num_ranks)  # the batch each rank was measured at last
         self._batches = np.ones((num_ranks, _MAX_POINTS + 1))
         self._logs = np.zeros((2, num_ranks, _MAX_POINTS + 1))
         self._weights = np.zeros((2, num_ranks, _MAX_POINTS + 1))
@@ -77,6 +81,8 @@ class Learner:
         changed_at = self._changed_at(np.where(promised, residuals, np.nan))
         for rank in range(self.num_ranks):
             steps = np.flatnonzero(window.valid[:, rank])
+            if len(steps):
+                self._present[rank] = window.local_batches[steps[-1], rank]
             split = int(changed_at[rank])
             self._remember(rank, window, logs, residuals, promised, steps[steps < split])
             if split < window.num_steps:
@@ -153,7 +159,11 @@ class Learner:
 
     def _curves(self) -> list[tuple[Curve, BoolArray]]:
         noise = max(self.noise, _LEAST_NOISE)
-        fits = [fit_curves(self._batches, np.exp(self._logs[c]), self._weights[c], noise) for c in (0, 1)]
+        heaviest = self._batches[np.arange(self.num_ranks), self._weights.min(axis=0).argmax(axis=1)]
+        present = np.where(self._present > 0, self._present, heaviest)
+        away = np.abs(np.log(self._batches / present[:, None]))
+        weights = self._weights / (1.0 + self._weights * away * (_WAVES / noise) ** 2)
+        fits = [fit_curves(self._batches, np.exp(self._logs[c]), weights[c], noise) for c in (0, 1)]
         return [(fit.curve, fit.known) for fit in fits]
 
     def _reason(self, known: BoolArray) -> str:
@@ -324,6 +334,7 @@ class Learner:
         self.num_changes = int(state["num_changes"])
         if "loading" in state:  # older states have none
             self.loading.load_state_dict(state["loading"])
+        state = {"_present": [0.0] * self.num_ranks, **state}  # older states have none
         buckets = int(state["num_buckets"])
         rows = len(state["_comm"]) // max(buckets, 1)
         shapes: dict[str, tuple[int, ...]] = {"_comm": (rows, buckets), "_gammas": (rows, self.num_ranks, buckets)}
@@ -332,4 +343,4 @@ class Learner:
             setattr(self, name, np.array(state[name], dtype=np.float64).reshape(shape))
 
 
-_ARRAYS = ("_batches", "_logs", "_weights", "_cusum", "_comm", "_gammas", "_rank_noise")
+_ARRAYS = ("_present", "_batches", "_logs", "_weights", "_cusum", "_comm", "_gammas", "_rank_noise")
