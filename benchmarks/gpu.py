@@ -1,8 +1,9 @@
 """cannikin on unequal shares of one NVIDIA GPU: `python -m benchmarks gpu`, or `python -m benchmarks.gpu PART ...`.
 
-Parts: `overhead` (plain DDP against ours with an even plan), `limit` (step times of splits, and what ours settles on)
-and `sharing` (a load that begins on one share in mid-run). Each rank has a share of the GPU by MPS, through `cannikin
-lab`, and gloo between them. Prints one table a part, and keeps every figure as JSON lines under --out.
+Parts: `overhead` (plain DDP against ours with an even plan), `limit` (step times of splits, and what ours settles on),
+`sharing` (a load that begins on one share in mid-run), and by name only `settling` (the split at step 30, from ten
+starts). Each rank has a share of the GPU by MPS, through `cannikin lab`, and gloo between them. Prints one table, and
+keeps every figure as JSON lines under --out.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ PARTS: dict[str, list[Launch]] = {
         (FOUR, [("limit", {"total": total, "steps": 180, "largest": 4096}) for total in (384, 1536)]),
     ],
     "sharing": [(THREE, [("sharing", {"total": 1536, "steps": 320, "disturbed": 0, "start": 150})])],
+    "settling": [(THREE, [("settling", {"total": 768, "runs": 10, "steps": 46, "rounds": 80})])],
 }
 
 
@@ -80,7 +82,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     launching.empty(options.out)
     script = Path(__file__).with_name("gpu_ranks.py")
-    for part in options.parts or PARTS:
+    for part in options.parts or ("overhead", "limit", "sharing"):  # within ten minutes
         for shares, jobs in PARTS[part]:
             lab_options = ["--mechanism", "mps", "--ranks", ",".join(map(str, shares))]
             arguments = ["--out", str(options.out), "--jobs", json.dumps(jobs)]

@@ -214,29 +214,33 @@ def _search(
     named: dict[str, tuple[int, ...]],
 ) -> dict[str, Any]:
     """Step times of splits around ours, interleaved; the best few again beside those that have a name."""
-    ours, n, most = named["ours"], len(named["ours"]), len(job.images)
-    candidates = set(named.values())
-    for share, (i, j) in itertools.product((0.01, 0.03, 0.08), itertools.permutations(range(n), 2)):
-        moved = list(ours)
-        moved[i] += max(1, round(share * total))
-        moved[j] -= max(1, round(share * total))
-        if min(moved) >= 1 and max(moved) <= most:
-            candidates.add(tuple(moved))
-    first = _interleaved(job, model, optimizer, rank, sorted(candidates), 10)
-    ranked = sorted(first, key=first.__getitem__)
-    chosen = list(dict.fromkeys([*named.values(), *ranked[:4]]))
-    again = _interleaved(job, model, optimizer, rank, chosen, 60)
+    tried = sorted({*named.values(), *_around(named["ours"], (0.01, 0.03, 0.08), len(job.images))})
+    first = dict(zip(tried, _interleaved(job, model, optimizer, rank, tried, 10), strict=True))
+    chosen = list(dict.fromkeys([*named.values(), *sorted(tried, key=first.__getitem__)[:4]]))
+    again = dict(zip(chosen, _interleaved(job, model, optimizer, rank, chosen, 60), strict=True))
     best = min(chosen, key=again.__getitem__)
     return {
-        "num_candidates": len(candidates),
+        "num_candidates": len(tried),
         "splits": {**named, "best": best},
         "split_ms": {name: 1e3 * again[split] for name, split in {**named, "best": best}.items()},
     }
 
 
+def _around(split: tuple[int, ...], shares: Sequence[float], most: int) -> list[tuple[int, ...]]:
+    """This split with these shares of the total moved from each rank to each other."""
+    splits = []
+    for share, (i, j) in itertools.product(shares, itertools.permutations(range(len(split)), 2)):
+        moved = list(split)
+        moved[i] += max(1, round(share * sum(split)))
+        moved[j] -= max(1, round(share * sum(split)))
+        if min(moved) >= 1 and max(moved) <= most:
+            splits.append(tuple(moved))
+    return splits
+
+
 def _interleaved(
     job: Any, model: Any, optimizer: Any, rank: int, splits: list[tuple[int, ...]], rounds: int
-) -> dict[tuple[int, ...], float]:
+) -> list[float]:
     """Median step time of each split, in random order within each round."""
     rng = np.random.default_rng(1)
     seconds = np.zeros((rounds, len(splits)))
@@ -247,7 +251,45 @@ def _interleaved(
             seconds[r, k] = step_seconds(job, model, optimizer, split[rank])
     medians = torch.from_numpy(np.median(seconds, axis=0))
     dist.broadcast(medians, 0)  # every rank must choose the same
-    return dict(zip(splits, medians.tolist(), strict=True))
+    chosen: list[float] = medians.tolist()
+    return chosen
+
+
+def settling(total: int, runs: int, steps: int, rounds: int) -> dict[str, Any]:
+    """How good the split in force at step 30 is, run after run from an even start, and what a change of batches costs.
+
+    The splits are measured beside the best four of a search, and those four a second time as the control.
+    """
+    rank, at_30, costs = dist.get_rank(), [], []
+    for _ in range(runs):
+        job = Images(total)
+        net = job.network()
+        optimizer = sgd(net)
+        model = HeteroDataParallel(net, optimizer)
+        loader = HeteroDataLoader(Numbers(total * steps), model=model, batch_size=total, shuffle=False, collate_fn=len)
+        seconds, plans = [], []
+        for size in loader:
+            seconds.append(step_seconds(job, model, optimizer, size))
+            plans.append(model.plan.local_batches)
+        usual = float(np.median(seconds[15:]))
+        costs += [seconds[i] / usual - 1 for i in range(1, steps) if plans[i] != plans[i - 1]]
+        at_30.append(plans[30])
+    middle = sorted(at_30)[runs // 2]
+    tried = sorted({*at_30, *_around(middle, (0.02, 0.05), total)})
+    first = dict(zip(tried, _interleaved(job, model, optimizer, rank, tried, 15), strict=True))
+    best = sorted(tried, key=first.__getitem__)[:4]
+    measured = [*best, *best, *at_30]
+    again = _interleaved(job, model, optimizer, rank, measured, rounds)
+    best_s = min((x + y) / 2 for x, y in zip(again[:4], again[4:8], strict=True))
+    return {
+        "total": total,
+        "best_ms": 1e3 * best_s,
+        "best": best,
+        "at_30": at_30,
+        "excess_at_30": [seconds / best_s - 1 for seconds in again[8:]],
+        "control": [x / y - 1 for x, y in zip(again[:4], again[4:8], strict=True)],
+        "cost_of_a_change": float(np.median(costs)),
+    }
 
 
 def sharing(total: int, steps: int, disturbed: int, start: int) -> dict[str, Any]:
@@ -301,7 +343,7 @@ def main() -> None:
     torch.cuda.set_device(0)
     torch.backends.cudnn.benchmark = False  # local batches change: no search for kernels at each new size
     dist.init_process_group(os.environ.get("CANNIKIN_BACKEND", "nccl"))
-    functions = {"overhead": overhead, "limit": limit, "sharing": sharing}
+    functions = {"overhead": overhead, "limit": limit, "settling": settling, "sharing": sharing}
     for name, keywords in json.loads(options.jobs):
         began = time.perf_counter()
         result = functions[name](**keywords)
