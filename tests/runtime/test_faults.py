@@ -211,6 +211,13 @@ def test_a_training_in_which_no_gradient_is_finite_any_more_is_told_of_once(num_
     assert [text for texts in others for text in texts] == []
     (text,) = told
     assert re.match(r"none of the last 3\d gradients was finite, up to step \d\d: the training has most likely", text)
+    assert num_parts > 1 or "(it began at step 10);" in text
+
+
+def test_a_rank_whose_gradients_alone_are_not_finite_is_named():
+    told, *_ = run_ranks(cases.warnings_of_bad_gradients, EVERY_RANK, range(13, 95), 1, (1,))
+    (text,) = told
+    assert "(it began at step 13, on rank 1 alone, so its data and device come first)" in text
 
 
 @pytest.mark.parametrize("bad", [range(24), range(0, 100, 2)], ids=["a GradScaler may need some", "every other one"])

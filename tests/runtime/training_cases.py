@@ -408,10 +408,12 @@ def train_with_bad_gradients(rank: int, world_size: int, bad: dict[int, tuple[in
     return noise_report(rank, model, leave_out_bad_gradients(model, optimizer, bad, value))
 
 
-def warnings_of_bad_gradients(rank: int, world_size: int, bad_steps: range, num_parts: int = 1) -> list[str]:
+def warnings_of_bad_gradients(
+    rank: int, world_size: int, bad_steps: range, num_parts: int = 1, bad_ranks: tuple[int, ...] | None = None
+) -> list[str]:
     """What is warned of where these steps have gradients full of NaN; gradients of `num_parts` batches add up."""
     model, optimizer = make_model()
-    bad = {step: tuple(range(world_size)) for step in bad_steps}
+    bad = {step: tuple(range(world_size)) if bad_ranks is None else bad_ranks for step in bad_steps}
     with collecting_warnings() as caught:
         leave_out_bad_gradients(model, optimizer, bad, math.nan, num_parts)
     return [warning.text for warning in caught]

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 
 from cannikin.core.controller import window_steps
-from cannikin.core.records import NO_MAX, Job, Plan, Planner, StepWindow
+from cannikin.core.records import NO_MAX, Job, Plan, Planner
 from cannikin.errors import InvalidInputError
+from cannikin.runtime.divergence import Divergence
 from cannikin.runtime.exchange import Exchange
 from cannikin.runtime.hostcopy import HostCopy
 from cannikin.runtime.messages import Decision, decision_length, decode_decision, encode_decision
@@ -32,8 +33,6 @@ from cannikin.runtime.timing import Clock
 from cannikin.runtime.windows import Report, check_cuts, encode_steps, merge_windows, start_reading
 
 __all__ = ["Coordinator"]
-
-_LOST = 30  # steps in a row without a finite gradient after which somebody should look
 
 
 class Coordinator:
@@ -77,7 +76,7 @@ class Coordinator:
         self._decided: Future[Decision] | None = None
         self._thread = ThreadPoolExecutor(1, "cannikin-planner") if exchange.rank == 0 else None
         self._num_nonfinite = 0
-        self._nonfinite_run = 0  # such steps since the last window with a good one
+        self._divergence = Divergence()
         self._failed = False
 
     @property
@@ -106,7 +105,7 @@ class Coordinator:
     def restore(self, state: dict[str, Any]) -> None:
         """Let the planner take a saved state, and begin with the plan it held."""
         self.planner.load_state_dict(state)
-        self._nonfinite_run = 0
+        self._divergence = Divergence()
         self.begin_with(self._decide(self.planner.plan(0)))
 
     def begin_with(self, decision: Decision) -> None:
@@ -202,22 +201,10 @@ class Coordinator:
             self._plans = [*self._plans[in_force:], plan]
         else:
             self._plans[-1] = replace(plan, first_step=self._plans[-1].first_step)
-        if self._report is not None:
-            self._warn_if_lost(self._report.window)
+        warning = None if self._report is None else self._divergence.observe(self._report.window)
+        if warning is not None:
+            warnings.warn(warning, RuntimeWarning, stacklevel=2)
         self._on_decision(self.decision, self._report)
-
-    def _warn_if_lost(self, window: StepWindow) -> None:
-        """Say so once where nothing is learned any more; a GradScaler that looks for its scale needs fewer steps."""
-        before, is_healthy = self._nonfinite_run, (window.valid.all(axis=1) & ~window.overflowed).any()
-        self._nonfinite_run = 0 if is_healthy else before + window.num_nonfinite
-        if before < _LOST <= self._nonfinite_run:
-            warnings.warn(
-                f"none of the last {self._nonfinite_run} gradients was finite, up to step "
-                f"{window.first_step + window.num_steps - 1}: the training has most likely diverged; look for NaN in "
-                "data and loss, lower the learning rate, and go on from a checkpoint of before",
-                RuntimeWarning,
-                stacklevel=2,
-            )
 
 
 def _checked(plan: Plan, job: Job) -> Plan:
