@@ -159,6 +159,24 @@ def test_a_curve_that_is_no_line_is_right_where_the_rank_runs_now() -> None:
     assert fitted.backward.at([128]) == pytest.approx(truth.backward.at([128]), rel=0.025)
 
 
+@pytest.mark.parametrize(("forward", "backward"), [(0.9, 1.1), (1.0, 1.037)], ids=["opposite", "just below an alarm"])
+def test_a_history_that_is_wrong_without_a_change_of_speed_is_corrected(forward: float, backward: float) -> None:
+    learner, rng = Learner(1), RNG(6)
+    for k, (batch, a, p) in enumerate([(60, 1.0, 1.0)] * 3 + [(100, 1.0, 1.0)] * 6 + [(107, forward, backward)] * 8):
+        truth = Cluster(
+            forward=Curve(fixed_s=[0.004 * a], per_sample_s=[1e-4 * a]),
+            backward=Curve(fixed_s=[0.006 * p], per_sample_s=[2e-4 * p]),
+            gammas=[1.0],
+            tails_s=[0.001],
+        )
+        plan = make_plan(0, (batch,), phase="even", reason="")
+        learner.observe(measure(truth, [plan] * 10, rng, noise=0.003, outliers=0.0, first_step=10 * k))
+    fitted = learner.model(np.array([1]), np.array([999])).cluster
+    assert fitted is not None
+    assert fitted.forward.at([107]) == pytest.approx(truth.forward.at([107]), rel=0.015)
+    assert fitted.backward.at([107]) == pytest.approx(truth.backward.at([107]), rel=0.015)
+
+
 def test_each_rank_has_overlap_ratios_of_its_own() -> None:
     truth = Cluster(
         forward=Curve(fixed_s=[0.004, 0.004], per_sample_s=[1e-4, 1e-4]),

@@ -33,7 +33,9 @@ class CurveFit:
     known: BoolArray
 
 
-def fit_curves(batches: FloatArray, seconds: FloatArray, weights: FloatArray, noise: float) -> CurveFit:
+def fit_curves(
+    batches: FloatArray, seconds: FloatArray, weights: FloatArray, noise: float, trust: FloatArray | None = None
+) -> CurveFit:
     """One curve a rank through averages of repeated measurements.
 
         minimise  sum_k w_k (1 - f(b_k)/y_k)^2 / noise^2 + prior,   f(b) = max(F, s + q b),  s, q, F >= 0
@@ -45,6 +47,7 @@ def fit_curves(batches: FloatArray, seconds: FloatArray, weights: FloatArray, no
         seconds: y_k > 0, [n, K].
         weights: number of steps behind each average, [n, K].
         noise: relative scatter of one step's time.
+        trust: factor on the prior's weight, [n]; 1 where it is left out.
 
     Example:
         >>> fit = fit_curves(np.array([[8.0, 32.0]]), np.array([[0.010, 0.022]]), np.array([[50.0, 50.0]]), 0.02)
@@ -52,7 +55,7 @@ def fit_curves(batches: FloatArray, seconds: FloatArray, weights: FloatArray, no
         ([0.006], [0.0005], [True])
     """
     count = (weights > 0).sum(axis=1)
-    fixed, slope = _lines(batches, seconds, weights, noise)
+    fixed, slope = _lines(batches, seconds, weights, noise, np.ones(len(batches)) if trust is None else trust)
     floor = _floors(seconds, weights)
     line = fixed[..., None] + slope[..., None] * batches[:, None, :]
     error = 1.0 - np.maximum(floor[..., None], line) / seconds[:, None, :]
@@ -66,7 +69,7 @@ def fit_curves(batches: FloatArray, seconds: FloatArray, weights: FloatArray, no
 
 
 def _lines(
-    batches: FloatArray, seconds: FloatArray, weights: FloatArray, noise: float
+    batches: FloatArray, seconds: FloatArray, weights: FloatArray, noise: float, trust: FloatArray
 ) -> tuple[FloatArray, FloatArray]:
     """Fixed and per-sample time of the line through points m, m+1, ... for every m, neither negative, [n, K]."""
 
@@ -76,7 +79,7 @@ def _lines(
 
     scaled = weights / noise**2 / seconds
     heaviest = np.take_along_axis(seconds, weights.argmax(axis=1)[:, None], axis=1)
-    prior = 1.0 / (_FIXED_SHARE_SD * heaviest) ** 2
+    prior = trust[:, None] / (_FIXED_SHARE_SD * heaviest) ** 2
     n00 = tail_sums(scaled / seconds) + prior
     n01 = tail_sums(scaled * batches / seconds)
     n11 = tail_sums(scaled * batches**2 / seconds) + 1e-12 * (batches / seconds) ** 2

@@ -163,7 +163,8 @@ class Learner:
         present = np.where(self._present > 0, self._present, heaviest)
         away = np.abs(np.log(self._batches / present[:, None]))
         weights = self._weights / (1.0 + self._weights * away * (_WAVES / noise) ** 2)
-        fits = [fit_curves(self._batches, np.exp(self._logs[c]), weights[c], noise) for c in (0, 1)]
+        trust = weights.sum(axis=2) / np.maximum(self._weights.sum(axis=2), 1e-300)
+        fits = [fit_curves(self._batches, np.exp(self._logs[c]), weights[c], noise, trust[c]) for c in (0, 1)]
         return [(fit.curve, fit.known) for fit in fits]
 
     def _reason(self, known: BoolArray) -> str:
@@ -264,8 +265,11 @@ class Learner:
             # Slow outliers are the common kind, so of an even number the lower of the two middle values counts.
             middle = np.sort(values, axis=1)[:, [(len(same) - 1) // 2]]
             alone = np.isnan(off) | (~promised[same, rank] & (len(same) >= 3))
+            cut = _OUTLIER * self._scatter(_LEAST_NOISE)[rank]
+            # Where most of them are off and no change of speed is in the air, it is the history that is wrong.
+            alone |= (np.mean(np.abs(off) > cut, axis=1, keepdims=True) > 0.5) & ~self._cusum[:, rank].any()
             off = np.where(alone, values - middle, off)
-            inlier = np.abs(off) <= _OUTLIER * self._scatter(_LEAST_NOISE)[rank]
+            inlier = np.abs(off) <= cut
             count = inlier.sum(axis=1)
             mean = np.where(inlier, values, 0.0).sum(axis=1) / np.maximum(count, 1)
             self._merge(rank, float(batch), mean, count)
