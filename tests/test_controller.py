@@ -17,8 +17,8 @@ from cannikin.core.records import Job
 from cannikin.core.split import optimal_split
 from cannikin.errors import StateError
 
-# Steps between a window's end and its plan's being in force where a loader cuts no batch ahead. With 7 as many of 300 such
-# clusters reach 3%, 90.7% (benchmarks/controller.py).
+# Steps between a window's end and its plan's being in force where a loader cuts no batch ahead. With 7 as many of 300
+# such clusters reach 3%, 90.7% (benchmarks/controller.py).
 DESIGN_DELAY = 4
 
 
@@ -393,3 +393,11 @@ def test_the_split_of_another_total_batch_comes_from_the_same_model_within_what_
     beyond = controller.split_for(7000)
     assert beyond is not None
     assert not beyond.feasible
+
+
+def test_local_batches_that_are_set_are_called_so_and_stay() -> None:
+    job = Job(num_ranks=2, batch_size=64, min_local=(1, 63), max_local=(1, 63))
+    training = Training(Controller(job), np.random.default_rng(0))
+    plan = training.run(cluster_of([1.0, 1.0]), 40, noise=0.02)
+    assert plan.local_batches == (1, 63)
+    assert plan.reason == "the local batches are set, and stay"

@@ -455,7 +455,7 @@ def test_workers_are_set_up_as_by_dataloader():
 
 @pytest.mark.parametrize("data", [Numbers(9), Stream(9)])
 def test_a_keyword_that_dataloader_does_not_know_is_a_type_error(data):
-    with pytest.raises(TypeError, match="colate_fn"):
+    with pytest.raises(TypeError, match=r"HeteroDataLoader takes no colate_fn=: did you mean collate_fn\?"):
         build(data, [(3,)], colate_fn=None)
 
 

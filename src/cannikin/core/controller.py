@@ -199,7 +199,9 @@ class Controller:
                 said = f"{1 - best_s / now_s:.1%} faster than the last split; {said}"
         predicted_s = step_time(cluster, batches) * float(np.exp(self._excess))
         first_step = now.first_step if batches == now.local_batches else step
-        reason = "; ".join([said, *why, *self._limits(cluster, batches)])
+        low, high = self._own_job.bounds
+        said_and_why = ["the local batches are set, and stay"] if (low == high).all() else [said, *why]
+        reason = "; ".join([*said_and_why, *self._limits(cluster, batches)])
         return make_plan(first_step, batches, phase=phase, reason=reason, predicted_step_s=predicted_s)
 
     def _total(self, solver: SplitSolver) -> tuple[int, list[str]]:

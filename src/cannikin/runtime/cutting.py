@@ -142,7 +142,12 @@ def make_job(
             num_ranks=num_ranks, batch_size=batch_size, min_local=pinned, max_local=pinned, num_samples=num_samples
         )
     if max_batch_size is not None:
-        max_batch_size = whole_number("max_batch_size", max_batch_size, low=batch_size)
+        max_batch_size = whole_number("max_batch_size", max_batch_size, low=1)
+        if max_batch_size < batch_size:
+            raise InvalidInputError(
+                f"max_batch_size={max_batch_size} is below batch_size={batch_size}: it is what the total may grow to; "
+                "raise it, or leave it out for a total that stays"
+            )
         if num_samples is not None:
             max_batch_size = max(batch_size, min(max_batch_size, num_samples))
     low, high = _bounds(local_bounds, num_ranks, default_low=2 if has_batch_norm else 1)

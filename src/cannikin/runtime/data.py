@@ -12,6 +12,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from cannikin.errors import InvalidInputError
+from cannikin.runtime.arguments import check_names
 from cannikin.runtime.cutting import Bookmark, Bounds, make_job
 from cannikin.runtime.entries import BatchEntry
 from cannikin.runtime.passes import (
@@ -244,6 +245,7 @@ def _check_kwargs(kwargs: Mapping[str, Any]) -> None:
     for name, advice in ADVICE.items():
         if kwargs.get(name) is not None:
             raise InvalidInputError(f"HeteroDataLoader takes no {name}: {advice}")
+    check_names(HeteroDataLoader, DataLoader, kwargs)
     if not kwargs.get("in_order", True):
         raise InvalidInputError("in_order=False: batches must come in the order of steps, which all ranks share")
 

@@ -18,6 +18,7 @@ from cannikin.core.lr import lr_factor
 from cannikin.core.records import Job, Plan, Planner
 from cannikin.errors import BatchMatchError, InvalidInputError, StateError
 from cannikin.runlog import Observer, RankInfo
+from cannikin.runtime.arguments import check_model
 from cannikin.runtime.binding import check_owner, planner_for, policy_name, settings_of
 from cannikin.runtime.buffers import RunningStatistics
 from cannikin.runtime.coordinator import Coordinator
@@ -61,6 +62,7 @@ class Engine:
         run_dir: str | Path | None = None,
         profiles: str | Path | None = None,
     ) -> None:
+        check_model(ddp.module, optimizer)
         refuse_sparse(ddp.module)
         self.policy = os.environ.get("CANNIKIN_POLICY", "cannikin") if policy is None else policy
         self.weighting, self.weighting_reason = choose_weighting(weighting, ddp.module)
@@ -264,7 +266,7 @@ class Engine:
         """This rank's part of the samples, or items, of the batch in training; 0 where it is padding."""
         step = self._state.step
         if step is None:
-            raise BatchMatchError("there is no training step yet: call forward first")
+            raise BatchMatchError("there is no training step yet: call the wrapped model, not the module inside")
         return 0.0 if step.entry.is_padding else share_of(self._state, step)
 
     # The tracker's side: what a step waits for.

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from cannikin.core.records import Plan, Planner
 from cannikin.errors import InvalidInputError
 from cannikin.runlog import Observer
+from cannikin.runtime.arguments import check_model, check_names
 from cannikin.runtime.engine import attach
 from cannikin.runtime.weighting import has_batch_norm
 
@@ -80,6 +81,8 @@ class HeteroDataParallel(DistributedDataParallel):
         profiles: str | Path | None = None,
         **ddp_kwargs: Any,
     ) -> None:
+        check_model(module, optimizer)
+        check_names(HeteroDataParallel, DistributedDataParallel, ddp_kwargs)
         device = next(module.parameters()).device
         ensure_process_group(device)
         super().__init__(module, **_buffer_options(module, ddp_kwargs))

@@ -24,6 +24,7 @@ __all__ = ["StepTracker"]
 
 # Norms cost two passes over the gradient: on every step at first, then on one in four.
 _NORMS_ALWAYS, _NORMS_EVERY = 60, 4
+_UNUSED = 30  # gradients that nobody used after which somebody should look
 
 
 class StepTracker:
@@ -64,6 +65,7 @@ class StepTracker:
         self._sizes: set[int] | None = None if self._device.type == "cpu" else set()
         self._unsynced = 0  # backward passes under no_sync whose gradients wait for the next synchronised one
         self._num_taken = 0
+        self._num_unused: int | None = 0  # gradients that no optimizer step of ours has used; None after the first one
         self._first_valid = 2 if ddp.static_graph else 1  # DDP rebuilds its buckets after the first steps
 
     def register(self, ddp: Any, optimizer: torch.optim.Optimizer, comm_wrapper: Any) -> None:
@@ -114,6 +116,7 @@ class StepTracker:
             previous.unwatch()
             if previous.backward_began:
                 self._unsynced = 0 if previous.synced else self._unsynced + 1
+                self._warn_if_unused(previous)
             share_of(self._state, previous)  # so that no sum of items is left behind under no_sync
         self._on_take(entry, previous)
         self._num_taken += 1
@@ -128,6 +131,19 @@ class StepTracker:
         self._memory.begin_step(entry.local_batch)
         self._state.step = step
         return step
+
+    def _warn_if_unused(self, previous: StepInProgress) -> None:
+        """Say so once where another optimizer steps the parameters, or none."""
+        if self._num_unused is None or not (previous.synced and self.bound):
+            return
+        self._num_unused += 1
+        if self._num_unused == _UNUSED:
+            warnings.warn(
+                f"{_UNUSED} gradients, and step() of the optimizer that HeteroDataParallel was given has not been "
+                "called: nothing is measured and no learning rate is scaled; give it the optimizer that the loop steps",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _loss_scale(self) -> torch.Tensor | None:
         """What a GradScaler multiplies the next loss by, as it is now."""
@@ -187,7 +203,7 @@ class StepTracker:
         return (args[0], train_and_begin_update, *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}
 
     def _begin_update(self) -> None:
-        step = self._state.step
+        step, self._num_unused = self._state.step, None
         if self._state.unmatched and self.bound:
             self._state.unmatched = False
             raise BatchMatchError(

@@ -1,0 +1,77 @@
+"""A model and an optimizer that do not belong together, and keywords that nobody takes, are refused at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import run_ranks
+from told import collecting_warnings
+from training_cases import Numbered, TinyNet
+
+import cannikin
+from cannikin.errors import InvalidInputError
+
+pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.timeout(60)]
+
+
+def test_the_optimizer_of_another_model_is_refused():
+    net, other = TinyNet(0.0), TinyNet(0.0)
+    with pytest.raises(InvalidInputError, match=r"none of the model's parameters.*of the module that is wrapped"):
+        cannikin.HeteroDataParallel(net, torch.optim.SGD(other.parameters(), lr=0.1))
+
+
+def test_module_and_optimizer_the_wrong_way_round_are_told_so():
+    net = TinyNet(0.0)
+    with pytest.raises(InvalidInputError, match=r"a SGD, not a torch.nn.Module.*\(module, optimizer\)"):
+        cannikin.HeteroDataParallel(torch.optim.SGD(net.parameters(), lr=0.1), net)
+    with pytest.raises(InvalidInputError, match=r"the optimizer is a list"):
+        cannikin.HeteroDataParallel(net, list(net.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("max_batch_size", "that is for HeteroDataLoader"),
+        ("lr_rules", "did you mean lr_rule?"),
+        ("find_unused", "did you mean find_unused_parameters?"),
+        ("colour", "nor does DistributedDataParallel, which gets what is left"),
+    ],
+)
+def test_a_keyword_of_the_model_that_nobody_takes_is_named_with_advice(name, advice):
+    net = TinyNet(0.0)
+    with pytest.raises(TypeError) as caught:
+        cannikin.HeteroDataParallel(net, torch.optim.SGD(net.parameters(), lr=0.1), **{name: 1})
+    assert str(caught.value) == f"HeteroDataParallel takes no {name}=: {advice}"
+
+
+def misspelt(rank: int, world_size: int) -> str:
+    """What a loader says of `max_batch=`."""
+    net = TinyNet(0.0)
+    model = cannikin.HeteroDataParallel(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    with pytest.raises(TypeError) as caught:
+        cannikin.HeteroDataLoader(Numbered(60), model=model, batch_size=6, max_batch=12)
+    return str(caught.value)
+
+
+def test_a_keyword_of_the_loader_that_nobody_takes_is_named_with_advice():
+    assert set(run_ranks(misspelt, 2)) == {"HeteroDataLoader takes no max_batch=: did you mean max_batch_size?"}
+
+
+def warnings_of_a_loop(rank: int, world_size: int, stepped: str) -> list[str]:
+    """What is warned of where this optimizer is the one that is stepped, for 40 steps."""
+    net = TinyNet(0.0)
+    optimizers = {name: torch.optim.SGD(net.parameters(), lr=0.1) for name in ("ours", "another")}
+    model = cannikin.HeteroDataParallel(net, optimizers["ours"])
+    with collecting_warnings() as warned:
+        for features, targets, _ in cannikin.HeteroDataLoader(Numbered(240), model=model, batch_size=6):
+            net.zero_grad()
+            torch.nn.functional.mse_loss(model(features), targets).backward()
+            optimizers[stepped].step()
+    return [warning.text for warning in warned]
+
+
+def test_a_loop_that_steps_another_optimizer_is_told_so_once():
+    for texts in run_ranks(warnings_of_a_loop, 2, "another"):
+        (text,) = texts
+        assert "30 gradients, and step() of the optimizer that HeteroDataParallel was given has not been called" in text
+    assert run_ranks(warnings_of_a_loop, 2, "ours") == [[], []]
