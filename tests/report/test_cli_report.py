@@ -54,6 +54,19 @@ def test_a_folder_of_runs_becomes_one_page_of_all_of_them(tmp_path):
     assert "time to accuracy 0.8" in page
 
 
+def test_a_run_that_ended_before_it_began_does_not_keep_the_others_from_their_page(tmp_path):
+    for name in ("b", "a"):
+        write(run(), tmp_path / name)
+    failed = tmp_path / "failed" / "runlog.jsonl"
+    failed.parent.mkdir()
+    failed.touch()
+    done = report(tmp_path)
+    assert done.exit_code == 0
+    assert f"Left out: {failed.parent}, which ended before it began" in done.output
+    assert "2 runs side by side: a, b." in (tmp_path / "report.html").read_text()
+    assert "has no header yet" in report(failed.parent).output
+
+
 def test_the_demo_says_which_accuracy_and_in_which_order(tmp_path):
     for name in ("even", "cannikin"):
         write(run()[:-8], tmp_path / name)

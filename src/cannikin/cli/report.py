@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from cannikin.report.compare import Target
+from cannikin.report.runs import empty_runs
 from cannikin.report.write import write_report
 
 __all__ = ["command"]
@@ -40,3 +41,5 @@ def command(paths: tuple[Path, ...], out: Path | None, target: Target | None) ->
     report.html in the run's directory, in the folder of runs, or, where several were named, in this folder.
     """
     click.echo(f"The report: {click.format_filename(write_report(paths, out, target))}")
+    for run in (run for path in paths for run in empty_runs(path)):
+        click.echo(f"Left out: {click.format_filename(run)}, which ended before it began (its log is empty)", err=True)

@@ -15,7 +15,7 @@ from cannikin.report.compare import Target
 from cannikin.report.gather import read_arrays
 from cannikin.runlog import RUNLOG_NAME
 
-__all__ = ["Found", "find_runs", "load_runs"]
+__all__ = ["Found", "empty_runs", "find_runs", "load_runs"]
 
 _SUMMARY_NAME = "summary.json"  # that the demo leaves beside its runs
 _METRIC = "accuracy"  # that it trains for
@@ -47,12 +47,14 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_runs(path: Path) -> list[Found]:
-    """The run at `path`, or the runs in the folders of `path`, which is then no run itself."""
+    """The run at `path`, or the runs in the folders of `path`, which is then no run itself, without empty ones."""
     if not os.path.isdir(path):  # unlike Path.is_dir() it has an answer for every path
         return [_found(path, path.parent, _read_summary(_real(path).parent.parent))]
     if os.path.exists(path / RUNLOG_NAME):
         return [_found(path, path, _read_summary(_real(path).parent))]
+    empty = empty_runs(path)
     folders = sorted(log.parent for log in path.glob(f"*/{RUNLOG_NAME}"))
+    folders = [folder for folder in folders if folder not in empty] or folders
     if not folders:
         message = f"{path}: holds no {RUNLOG_NAME}, and neither do its folders: give the run_dir of a run"
         raise InvalidInputError(message)
@@ -60,6 +62,13 @@ def find_runs(path: Path) -> list[Found]:
     order = [] if summary is None else list(summary.policies)
     folders.sort(key=lambda folder: order.index(folder.name) if folder.name in order else len(order))
     return [_found(folder, path, summary) for folder in folders]
+
+
+def empty_runs(path: Path) -> list[Path]:
+    """Runs in the folders of `path`, if it is no run itself, that ended before they began: their log is empty."""
+    if os.path.exists(path / RUNLOG_NAME):
+        return []
+    return sorted(log.parent for log in path.glob(f"*/{RUNLOG_NAME}") if log.is_file() and not log.stat().st_size)
 
 
 def _found(path: Path, folder: Path, summary: _Summary | None) -> Found:
