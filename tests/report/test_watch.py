@@ -49,6 +49,23 @@ def test_a_run_that_has_ended_is_told_in_one_line_where_there_is_no_terminal(tmp
     assert line.endswith("ended")
 
 
+def test_a_run_that_is_silent_for_long_is_said_to_be_where_there_is_no_terminal(tmp_path, monkeypatch):
+    """As one that was killed is. Time is counted by the naps between two looks, and Ctrl-C comes after a minute."""
+    clock = Clock()
+
+    def nap(seconds):
+        clock.now += seconds
+        if clock.now > 60:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "monotonic", clock)
+    monkeypatch.setattr(time, "sleep", nap)
+    monkeypatch.setattr("cannikin.cli.watch.FollowedRun", lambda path: FollowedRun(path, clock))
+    first, second, *_ = watch(write_log(tmp_path, run(3))).stdout.splitlines()
+    assert "silent" not in first
+    assert second.endswith("silent for 0:30")
+
+
 def test_a_run_that_ended_before_its_first_window_waits_for_nothing(tmp_path):
     shown = watch(write_log(tmp_path, [HEADER, END]), "--once").stdout
     assert "no step was measured" in shown

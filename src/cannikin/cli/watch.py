@@ -87,7 +87,8 @@ def _tell(followed: FollowedRun) -> None:
         ended = followed.state.end is not None
         if ended or time.monotonic() - said_at >= _LINE_S:
             said_at = time.monotonic()
-            click.echo(status_line(followed.state) + (", ended" if ended else ""))
+            said = [status_line(followed.state), "ended" if ended else followed.note]
+            click.echo(", ".join(filter(None, said)))
         if ended:
             return
         time.sleep(_POLL_S)
