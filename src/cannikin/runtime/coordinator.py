@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from cannikin.core.controller import window_steps
+from cannikin.core.divergence import Divergence
 from cannikin.core.records import NO_MAX, Job, Plan, Planner
 from cannikin.errors import InvalidInputError
-from cannikin.runtime.divergence import Divergence
 from cannikin.runtime.exchange import Exchange
 from cannikin.runtime.hostcopy import HostCopy
 from cannikin.runtime.messages import Decision, decision_length, decode_decision, encode_decision
