@@ -39,7 +39,7 @@ PARTS: dict[str, list[Launch]] = {
         (THREE, [("limit", {"total": total, "steps": 180, "largest": 4096}) for total in (192, 768, 1536, 4096)]),
         (FOUR, [("limit", {"total": total, "steps": 180, "largest": 4096}) for total in (384, 1536)]),
     ],
-    "sharing": [(THREE, [("sharing", {"total": 1536, "steps": 320, "disturbed": 0, "start": 150})])],
+    "sharing": [(THREE, [("sharing", {"total": 1536, "steps": 240, "disturbed": 0, "start": 100, "rounds": 25})])],
     "settling": [(THREE, [("settling", {"total": 768, "runs": 10, "steps": 46, "rounds": 80})])],
 }
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,8 +19,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.gpu_splits import limit, settling
-from benchmarks.gpu_steps import Images, Tokens, sgd, step_seconds, train
+from benchmarks.gpu_splits import limit, settling, sharing
+from benchmarks.gpu_steps import Images, Tokens, sgd, step_seconds
 from cannikin import HeteroDataParallel
 from cannikin.core.records import Job
 
@@ -87,46 +86,6 @@ def _middle_mean(values: np.ndarray) -> float:
     """Mean without the outermost 2% on each side: norms and plans fall on some steps only, so a median misses them."""
     cut = len(values) // 50
     return float(np.sort(values)[cut : len(values) - cut].mean())
-
-
-def sharing(total: int, steps: int, disturbed: int, start: int) -> dict[str, Any]:
-    """A second load begins on one rank's share in mid-run."""
-    rank = dist.get_rank()
-    stop = threading.Event()
-
-    def load() -> None:
-        stream = torch.cuda.Stream()
-        matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-        with torch.cuda.stream(stream):
-            while not stop.is_set():
-                matrix @ matrix
-                stream.synchronize()
-
-    def disturb(step: int) -> None:
-        if step == start and rank == disturbed:
-            threading.Thread(target=load, daemon=True).start()
-
-    model, _, seconds, made = train(Images(total), total, steps, disturb)
-    plans = [plan.local_batches for plan in made]
-    stop.set()
-    changes = model.engine.coordinator.planner.learner.changes if rank == 0 else []
-    before = float(np.median(seconds[start - 50 : start]))
-    hit = float(np.median(seconds[start + 1 : start + 6]))
-    after = float(np.median(seconds[-50:]))
-    goal = 1.05 * after
-    medians = [float(np.median(seconds[i : i + 5])) for i in range(start, len(seconds) - 5)]
-    answered = next((i for i, value in enumerate(medians) if all(v <= goal for v in medians[i : i + 10])), -1)
-    return {
-        "disturbed_rank": disturbed,
-        "before_ms": before * 1e3,
-        "hit_ms": hit * 1e3,
-        "after_ms": after * 1e3,
-        "split_before": plans[start - 1],
-        "split_after": plans[-1],
-        "answered_after_steps": answered,
-        "plan_path": [(i, plans[i]) for i in range(len(plans)) if i == 0 or plans[i] != plans[i - 1]],
-        "changes": changes[-5:],
-    }
 
 
 def main() -> None:

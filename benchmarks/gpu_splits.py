@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,7 +40,7 @@ def limit(total: int, steps: int, largest: int) -> dict[str, Any]:
         "predicted_ms": 1e3 * float(np.median(predicted[-100:])),
         "running_ms": 1e3 * float(np.median(tail)),
         "prediction_error_pct": 100 * abs(float(np.median(predicted[-100:])) / float(np.median(tail)) - 1),
-        "plan_path": [(i, plans[i]) for i in range(len(plans)) if i == 0 or plans[i] != plans[i - 1]],
+        "plan_path": [(i, plans[i]) for i in range(len(plans)) if _new(plans, i)],
     }
 
 
@@ -72,6 +73,72 @@ def settling(total: int, runs: int, steps: int, rounds: int) -> dict[str, Any]:
         "control": [x / y - 1 for x, y in zip(again[:4], again[4:8], strict=True)],
         "cost_of_a_change": float(np.median(costs)),
     }
+
+
+def sharing(total: int, steps: int, disturbed: int, start: int, rounds: int) -> dict[str, Any]:
+    """A second load begins on one rank's share in mid-run; the splits that follow, measured while it goes on.
+
+    Beside them are measured splits around the last, and such as give the disturbed rank next to nothing.
+    """
+    rank, job = dist.get_rank(), Images(total)
+    load = _Load()
+
+    def disturb(step: int) -> None:
+        if step == start and rank == disturbed:
+            load.start()
+
+    model, optimizer, seconds, made = train(job, total, steps, disturb)
+    plans = [plan.local_batches for plan in made]
+    before, ended = plans[start - 1], plans[-1]
+    spared = [_with(ended, disturbed, size) for size in (1, total // 48, total // 24)]
+    tried = list(dict.fromkeys([before, *plans[start : start + 31], ended, *spared, *_around(ended, (0.02,), total)]))
+    measured = dict(zip(tried, _interleaved(job, model, optimizer, rank, tried, rounds), strict=True))
+    load.stop.set()
+    best = min(tried, key=measured.__getitem__)
+    over = {split: measured[split] / measured[best] for split in tried}
+    changes = model.engine.coordinator.planner.learner.changes if rank == 0 else []
+    after = np.array(seconds[start:])
+    return {
+        "disturbed_rank": disturbed,
+        "before_ms": 1e3 * float(np.median(seconds[start - 50 : start])),
+        "steps_ms": {f"{i} to {j}": 1e3 * float(np.median(after[i:j])) for i, j in ((0, 15), (15, 30), (30, 60))},
+        "after_ms": 1e3 * float(np.median(seconds[-50:])),
+        "best": best,
+        "best_ms": 1e3 * measured[best],
+        "over_best": [(i - start, plans[i], over[plans[i]]) for i in range(start, start + 31) if _new(plans, i)],
+        "over_best_before_and_at_the_end": [(before, over[before]), (ended, over[ended])],
+        "changes": changes[-5:],
+        "plan_path": [(i, plans[i]) for i in range(len(plans)) if _new(plans, i)],
+    }
+
+
+class _Load(threading.Thread):
+    """Matrix products without end on this rank's share, from `start()` until `stop` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.stop = threading.Event()
+
+    def run(self) -> None:
+        stream = torch.cuda.Stream()
+        matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+        with torch.cuda.stream(stream):
+            while not self.stop.is_set():
+                matrix @ matrix
+                stream.synchronize()
+
+
+def _with(split: tuple[int, ...], rank: int, size: int) -> tuple[int, ...]:
+    """This split with another batch for one rank, the others in their proportions."""
+    rest, total = sum(split) - split[rank], sum(split)
+    others = [round(batch * (total - size) / rest) for batch in split]
+    others[rank] = size
+    others[(rank + 1) % len(split)] += total - sum(others)
+    return tuple(others)
+
+
+def _new(plans: Sequence[tuple[int, ...]], step: int) -> bool:
+    return step == 0 or plans[step] != plans[step - 1]
 
 
 def _lb_bsp(cluster: Any, total: int, n: int) -> tuple[tuple[int, ...], int]:

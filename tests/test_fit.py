@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -175,6 +177,28 @@ def test_a_history_that_is_wrong_without_a_change_of_speed_is_corrected(forward:
     assert fitted is not None
     assert fitted.forward.at([107]) == pytest.approx(truth.forward.at([107]), rel=0.015)
     assert fitted.backward.at([107]) == pytest.approx(truth.backward.at([107]), rel=0.015)
+
+
+@pytest.mark.parametrize(
+    ("factors", "expected"),
+    [((1, 3, 1, 3.05), 3.0), ((3, 1, 3, 1, 1), 1.0), ((1, 3, 1, 5), 1.0), ((1, 3), 1.0)],
+    ids=["half of them", "fewer than half", "not alike", "one of two"],
+)
+def test_steps_that_are_slow_alike_count_where_they_are_half_of_all(
+    factors: tuple[float, ...], expected: float
+) -> None:
+    truth = Cluster(
+        forward=Curve(fixed_s=[0.004], per_sample_s=[1e-4]),
+        backward=Curve(fixed_s=[0.006], per_sample_s=[2e-4]),
+        gammas=[1.0],
+        tails_s=[0.001],
+    )
+    learner, rng = Learner(1), RNG(7)
+    learner.observe(measure(truth, [make_plan(0, (32,), phase="even", reason="")] * 20, rng, noise=0.02))
+    plan = make_plan(20, (64,), phase="even", reason="")
+    window = measure(truth, [plan] * len(factors), rng, first_step=20, noise=0.02, outliers=0.0)
+    learner.observe(replace(window, ready_s=window.ready_s * np.array(factors)[:, None, None]))
+    assert learner.history(0)[2, 1] == pytest.approx(expected * truth.backward.at([64])[0], rel=0.05)
 
 
 def test_each_rank_has_overlap_ratios_of_its_own() -> None:

@@ -262,10 +262,9 @@ class Learner:
             same = steps[window.local_batches[steps, rank] == batch]
             values = logs[:, same, rank]
             off = residuals[:, same, rank]
-            # Slow outliers are the common kind, so of an even number the lower of the two middle values counts.
-            middle = np.sort(values, axis=1)[:, [(len(same) - 1) // 2]]
-            alone = np.isnan(off) | (~promised[same, rank] & (len(same) >= 3))
             cut = _OUTLIER * self._scatter(_LEAST_NOISE)[rank]
+            middle = _middle(values, cut)
+            alone = np.isnan(off) | (~promised[same, rank] & (len(same) >= 3))
             # Where most of them are off and no change of speed is in the air, it is the history that is wrong.
             alone |= (np.mean(np.abs(off) > cut, axis=1, keepdims=True) > 0.5) & ~self._cusum[:, rank].any()
             off = np.where(alone, values - middle, off)
@@ -345,6 +344,18 @@ class Learner:
         for name in _ARRAYS:
             shape = shapes.get(name, getattr(self, name).shape)
             setattr(self, name, np.array(state[name], dtype=np.float64).reshape(shape))
+
+
+def _middle(values: FloatArray, cut: float) -> FloatArray:
+    """The value in the middle of each row, [2, 1]; of two the lower, since slow outliers are the common kind.
+
+    But where as many of a row agree with the upper, a rank is slow every other step, and the others wait for those.
+    """
+    ordered = np.sort(values, axis=1)
+    lower, upper = (ordered[:, [k // 2]] for k in (values.shape[1] - 1, values.shape[1]))
+    like_lower, like_upper = ((np.abs(values - x) <= cut).sum(axis=1, keepdims=True) for x in (lower, upper))
+    middle: FloatArray = np.where((values.shape[1] >= 3) & (like_upper >= like_lower), upper, lower)
+    return middle
 
 
 _ARRAYS = ("_present", "_batches", "_logs", "_weights", "_cusum", "_comm", "_gammas", "_rank_noise")
