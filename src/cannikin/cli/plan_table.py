@@ -57,7 +57,7 @@ def print_split(heading: str, cluster: Cluster, split: Split, even_s: float | No
         _heading(f"{heading}: total batch {total_batch:,} on {_ranks(cluster.num_ranks)}"),
         table,
         _summary(cluster, split, total_batch, even_s),
-        *_advice(cluster, split, total_batch),
+        *_advice(cluster, split, "It"),
     )
 
 
@@ -87,9 +87,9 @@ def _summary(cluster: Cluster, split: Split, total_batch: int, even_s: float | N
     return Padding(grid, (0, 0, 0, 1))
 
 
-def _advice(cluster: Cluster, split: Split, total_batch: int) -> Iterator[RenderableType]:
+def _advice(cluster: Cluster, split: Split, what: str) -> Iterator[RenderableType]:
     """A sentence where fewer ranks would be faster."""
-    found = _fewer_ranks(cluster, total_batch) if 1 < cluster.num_ranks <= _MAX_RANKS_TRIED else None
+    found = _fewer_ranks(cluster, sum(split.local_batches)) if 1 < cluster.num_ranks <= _MAX_RANKS_TRIED else None
     if found is None or found[1].step_s > split.step_s * (1 - _MIN_GAIN):
         return
     gone, smaller = found
@@ -99,7 +99,7 @@ def _advice(cluster: Cluster, split: Split, total_batch: int) -> Iterator[Render
     hint = f" (--without {shlex.quote(name)}{f', {len(gone)} times' if len(gone) > 1 else ''})"
     if not alike(cluster, [rank for rank, label in enumerate(cluster.names) if label == name]):
         hint = ""
-    words = f"It would be faster without {who}: {_ms(smaller.step_s)} a step, {gain:.1%} less{hint}."
+    words = f"{what} would be faster without {who}: {_ms(smaller.step_s)} a step, {gain:.1%} less{hint}."
     yield Padding(Text(words, style="yellow"), (1, 0, 0, 1))
 
 
@@ -145,7 +145,12 @@ def print_range(heading: str, cluster: Cluster, rows: list[Row], noise_scale: fl
     table = _table([*headers, ""], lines, left=("",))
     table.rows[rows.index(best)].style = "bold green"
     noise = "" if noise_scale is None else f", noise scale {noise_scale:,.12g}"
-    _say(_heading(f"{heading}: {_ranks(cluster.num_ranks)}{noise}"), table, *_range_notes(rows, best, noise_scale))
+    _say(
+        _heading(f"{heading}: {_ranks(cluster.num_ranks)}{noise}"),
+        table,
+        *_range_notes(rows, best, noise_scale),
+        *_advice(cluster, best.split, f"A total batch of {best.total_batch:,}"),
+    )
 
 
 def _range_notes(rows: list[Row], best: Row, noise_scale: float | None) -> Iterator[RenderableType]:
