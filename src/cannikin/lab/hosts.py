@@ -59,8 +59,11 @@ class Hosts:
             return (
                 f"a namespace a rank, ranks sleep up to {cluster.sample_s * 1e3:g} ms a sample over their speed{link}"
             )
+        if not _by_quota(cluster):
+            return f"a namespace a rank{link}"
         shares = ", ".join(f"{share:.0%}" for share in core_shares(cluster.speeds, os.cpu_count() or 1))
-        return f"a namespace a rank{f', cpu quota {shares} of a core' if _by_quota(cluster) else ''}{link}"
+        unfelt = "steps of a few ms hardly feel it: --sample-ms instead"
+        return f"a namespace a rank, cpu quota {shares} of a core ({unfelt}){link}"
 
     def set_up(self, cluster: LabCluster, folder: Path, undo: ExitStack) -> Layout:
         """Make namespaces, links and cpu groups."""
