@@ -191,6 +191,7 @@ def test_waiting_for_other_ranks_before_forward_is_not_work(throttle, clock):
         ddp = DistributedDataParallel(network())
         ddp.register_forward_pre_hook(lambda *_: clock.work(5.0))  # where DDP waits for rank 0's buffers
         ddp(inputs()).sum().backward()
+        del ddp  # before its group: else it joins gloo's threads under the GIL, for which one of them may be waiting
     finally:
         dist.destroy_process_group()
     assert sum(clock.sleeps) == pytest.approx(FORWARD_S + BACKWARD_S)
