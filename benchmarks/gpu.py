@@ -30,7 +30,7 @@ PARTS: dict[str, list[Launch]] = {
                 ("overhead", {"kind": "resnet18", "local_batch": 256, "rounds": 120}),
                 (
                     "overhead",
-                    {"kind": "gpt2-small", "local_batch": 2, "rounds": 120, "variants": ["raw", "control", "ours"]},
+                    {"kind": "gpt2-small", "local_batch": 2, "rounds": 80, "variants": ["raw", "control", "ours"]},
                 ),
             ],
         )

@@ -14,7 +14,7 @@ import numpy as np
 from cannikin.core.perf import Curve
 from cannikin.core.records import BoolArray, FloatArray, StepWindow
 
-__all__ = ["CurveFit", "bucket_times", "fit_curves", "pooled_gammas", "shrunken_gammas", "trimmed_mean"]
+__all__ = ["CurveFit", "bucket_times", "fit_curves", "middle_of", "pooled_gammas", "shrunken_gammas", "trimmed_mean"]
 
 # Prior on the fixed share of a time, mean and standard deviation. Public single-GPU measurements of ResNets, BERT and
 # DeepSpeech2 on five kinds of GPU have shares from .1 to .8 at usual batches. It weighs little: a sixth of a step at
@@ -149,6 +149,23 @@ def trimmed_mean(values: FloatArray) -> tuple[FloatArray, FloatArray]:
     square = np.where(inside, (known - mean) ** 2, 0.0).sum(axis=0)
     variance = square / np.maximum(count - 1, 1) / count
     return np.where(empty, np.nan, mean), np.where(empty, np.nan, variance)
+
+
+def middle_of(values: FloatArray, cut: float) -> FloatArray:
+    """The value in the middle of each row, [n, 1]; of two the lower, since slow outliers are the common kind.
+
+    But where as many of a row agree with the upper, to within `cut`, a rank is slow every other step, and the others
+    wait for those.
+
+    Example:
+        >>> middle_of(np.array([[1.0, 3.0, 1.0, 5.0], [1.0, 3.0, 1.0, 3.0]]), 0.1).tolist()
+        [[1.0], [3.0]]
+    """
+    ordered = np.sort(values, axis=1)
+    lower, upper = (ordered[:, [k // 2]] for k in (values.shape[1] - 1, values.shape[1]))
+    like_lower, like_upper = ((np.abs(values - x) <= cut).sum(axis=1, keepdims=True) for x in (lower, upper))
+    middle: FloatArray = np.where((values.shape[1] >= 3) & (like_upper >= like_lower), upper, lower)
+    return middle
 
 
 def pooled_gammas(means: FloatArray, variances: FloatArray) -> FloatArray:

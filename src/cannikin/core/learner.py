@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from cannikin.core.fit import bucket_times, fit_curves, shrunken_gammas, trimmed_mean
+from cannikin.core.changes import find_changes
+from cannikin.core.fit import bucket_times, fit_curves, middle_of, shrunken_gammas, trimmed_mean
 from cannikin.core.loading import LoadHistory
 from cannikin.core.perf import Cluster, Curve
 from cannikin.core.records import BoolArray, FloatArray, IntArray, StepWindow
@@ -34,7 +35,6 @@ _ALLOWANCE, _DISTANCE_ALLOWANCE, _LARGE_ALLOWANCE = 0.2, 0.3, 0.5
 # line where the rank runs now to this standard deviation, times the root of the distance in logarithms.
 _WAVES = 0.05
 _OUTLIER = 3.0  # standard deviations
-_DRIFT, _ALARM, _CLIP = 0.5, 9.0, 3.0  # CUSUM in standard deviations: four steps of a doubled time
 _LEAST_CHANGE = 0.04  # what counts as a standard deviation at least: times wander by some per cent, and are followed
 _AFTER_CHANGE = 4.0  # steps' worth of weight that a rescaled history keeps
 _RECENT = 32  # steps whose median gives communication times and overlap ratios
@@ -78,7 +78,8 @@ class Learner:
         self._update_noise(window, logs)
         kept = np.minimum(self._weights, _NEVER_FORGOTTEN)
         self._weights = np.maximum(self._weights * _KEEP**window.num_steps, kept)
-        changed_at = self._changed_at(np.where(promised, residuals, np.nan))
+        told = np.where(promised, residuals, np.nan)
+        changed_at, self._cusum = find_changes(told, self._scatter(_LEAST_CHANGE), self._cusum)
         for rank in range(self.num_ranks):
             steps = np.flatnonzero(window.valid[:, rank])
             if len(steps):
@@ -221,24 +222,6 @@ class Learner:
         scatter: FloatArray = np.clip(np.maximum(self._rank_noise, self.noise), least, _MOST_NOISE)
         return scatter
 
-    def _changed_at(self, residuals: FloatArray) -> IntArray:
-        """The step of the window at which each rank's speed changed; the window's length where it did not."""
-        steps = residuals.shape[1]
-        changed = np.full(self.num_ranks, steps)
-        # Each component is clipped by itself: a lone outlier in one of them is no change of speed.
-        scores = np.clip(np.nan_to_num(residuals) / self._scatter(_LEAST_CHANGE), -_CLIP, _CLIP).mean(axis=0)
-        began = np.zeros((2, self.num_ranks), dtype=np.int64)
-        for s in range(steps):
-            for sign, side in ((1.0, 0), (-1.0, 1)):
-                began[side] = np.where(self._cusum[side] == 0, s, began[side])
-                seen = ~np.isnan(residuals[0, s])
-                grown = np.maximum(0.0, self._cusum[side] + sign * scores[s] - _DRIFT)
-                self._cusum[side] = np.where(seen, grown, self._cusum[side])
-                alarm = (self._cusum[side] > _ALARM) & (changed == steps)
-                changed = np.where(alarm, began[side], changed)
-        self._cusum[:, changed < steps] = 0.0
-        return changed
-
     def _rescale(self, rank: int, step: int, residuals: FloatArray) -> None:
         """Multiply a rank's history by the factor its times have changed by, and make it light."""
         factor = np.nanmedian(residuals, axis=1)
@@ -263,7 +246,7 @@ class Learner:
             values = logs[:, same, rank]
             off = residuals[:, same, rank]
             cut = _OUTLIER * self._scatter(_LEAST_NOISE)[rank]
-            middle = _middle(values, cut)
+            middle = middle_of(values, cut)
             alone = np.isnan(off) | (~promised[same, rank] & (len(same) >= 3))
             # Where most of them are off and no change of speed is in the air, it is the history that is wrong.
             alone |= (np.mean(np.abs(off) > cut, axis=1, keepdims=True) > 0.5) & ~self._cusum[:, rank].any()
@@ -344,18 +327,6 @@ class Learner:
         for name in _ARRAYS:
             shape = shapes.get(name, getattr(self, name).shape)
             setattr(self, name, np.array(state[name], dtype=np.float64).reshape(shape))
-
-
-def _middle(values: FloatArray, cut: float) -> FloatArray:
-    """The value in the middle of each row, [2, 1]; of two the lower, since slow outliers are the common kind.
-
-    But where as many of a row agree with the upper, a rank is slow every other step, and the others wait for those.
-    """
-    ordered = np.sort(values, axis=1)
-    lower, upper = (ordered[:, [k // 2]] for k in (values.shape[1] - 1, values.shape[1]))
-    like_lower, like_upper = ((np.abs(values - x) <= cut).sum(axis=1, keepdims=True) for x in (lower, upper))
-    middle: FloatArray = np.where((values.shape[1] >= 3) & (like_upper >= like_lower), upper, lower)
-    return middle
 
 
 _ARRAYS = ("_present", "_batches", "_logs", "_weights", "_cusum", "_comm", "_gammas", "_rank_noise")
