@@ -142,7 +142,7 @@ for name in ("HeteroDataParallel", "Other"):
 # The direction of imports
 
 LAYERS = [
-    {"_version", "errors"},
+    {"_version", "errors", "words"},
     {"core"},
     {"runlog", "cluster_file"},
     {"runtime", "sim", "lab", "report"},

@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from live_records import HEADER, event, header, plan, run, window
 
-from cannikin.report.live_lines import clock, sparkline, stacked
+from cannikin.report.live_lines import sparkline, stacked
 from cannikin.report.live_state import LiveState
 from cannikin.report.rank_times import rank_times
 from cannikin.runlog import JobInfo, NoiseRecord
+from cannikin.words import clock
 
 
 def after(*records):

@@ -14,6 +14,7 @@ import click
 
 from cannikin._version import __version__
 from cannikin.errors import CannikinError
+from cannikin.words import printable
 
 __all__ = ["main"]
 
@@ -71,8 +72,7 @@ def _usage_message(error: click.ClickException) -> str:
 
 
 def _fail(message: str, status: int) -> NoReturn:
-    line = "".join(c if c.isprintable() else " " for c in message)
-    click.echo(f"cannikin: {line}", err=True)
+    click.echo(f"cannikin: {printable(message)}", err=True)
     sys.exit(status)
 
 

@@ -16,7 +16,7 @@ from cannikin.doctor.diagnosis import Diagnosis, diagnose
 from cannikin.doctor.facts import Facts
 from cannikin.doctor.findings import Finding
 from cannikin.doctor.gather import gather
-from cannikin.report.live_lines import printable
+from cannikin.words import printable
 
 __all__ = ["command", "rendered"]
 

@@ -18,6 +18,7 @@ from cannikin.demo.settings import Task
 from cannikin.errors import RunLogError
 from cannikin.report.follow import FollowedRun
 from cannikin.report.live_panel import LivePanel
+from cannikin.words import split_sum
 
 _REFRESHES_PER_S = 2  # the ranks need the processor
 
@@ -117,7 +118,7 @@ class Bars:
         else:
             state = f"{told['accuracy']:.1%} of {self._target:.0%} after {told['seconds']:.1f} s, step {told['steps']}"
             split = told["split"]
-        state = f"{state}, {sum(split)} = {' + '.join(map(str, split))}"
+        state = f"{state}, {split_sum(split)}"
         self._progress.update(self._bars[told["policy"]], completed=told["accuracy"], state=state)
         if not self._console.is_terminal and told["kind"] == "result":
             self._console.print(f"{told['policy']}: {state}", highlight=False)

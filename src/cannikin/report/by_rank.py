@@ -31,8 +31,8 @@ from cannikin.report.numbers import (
 )
 from cannikin.report.rank_times import ACTIVITIES
 from cannikin.report.step_bars import Bar, step_bars
-from cannikin.report.words import amount, duration, split
 from cannikin.runlog import Timeline
+from cannikin.words import amount, duration, split
 
 __all__ = ["by_rank_over_time", "step_timeline", "utilisation"]
 

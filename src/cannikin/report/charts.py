@@ -9,10 +9,10 @@ import numpy as np
 from cannikin.core.records import FloatArray
 from cannikin.report.arrays import RunArrays, Windows
 from cannikin.report.by_rank import by_rank_over_time
-from cannikin.report.figure import Figure, Key, Missing, View, axis, line, log_axis, short
+from cannikin.report.figure import Figure, Key, Missing, View, axis, line, log_axis, short, time_unit
 from cannikin.report.numbers import activity_ms, prediction_error, thin
-from cannikin.report.words import amount, percent, time_unit
 from cannikin.runlog import PlanRecord
+from cannikin.words import amount, percent
 
 __all__ = ["STEP_AXIS", "run_charts"]
 

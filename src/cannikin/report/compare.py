@@ -8,9 +8,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from cannikin.report.arrays import Metric, RunArrays
-from cannikin.report.figure import Figure, Key, Missing, View, axis, line, numbers, rank_colour, series_keys, short
+from cannikin.report.figure import (
+    Figure,
+    Key,
+    Missing,
+    View,
+    axis,
+    line,
+    numbers,
+    rank_colour,
+    series_keys,
+    short,
+    time_unit,
+)
 from cannikin.report.numbers import late_rows, phase, thin, time_to_target_ms
-from cannikin.report.words import amount, duration, split, time_unit
+from cannikin.words import amount, duration, split
 
 __all__ = ["Reached", "Target", "compare_charts", "compare_headline", "compare_table", "reached"]
 

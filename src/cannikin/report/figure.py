@@ -29,6 +29,7 @@ __all__ = [
     "series_keys",
     "short",
     "text",
+    "time_unit",
 ]
 
 MOST_LINES = 8  # more lines than colours that can be told apart become a map of colours
@@ -160,3 +161,16 @@ def rank_colour(rank: int) -> str:
 def series_keys(names: list[str], style: str = "line") -> tuple[Key, ...]:
     """A legend of things that have colours by their order."""
     return tuple(Key(name, rank_colour(place), style) for place, name in enumerate(names))
+
+
+def time_unit(longest_ms: float) -> tuple[str, float]:
+    """The unit for an axis of times up to `longest_ms`, and milliseconds in it.
+
+    Example:
+        >>> time_unit(20465.0), time_unit(720_000.0)
+        (('s', 1000.0), ('min', 60000.0))
+    """
+    for limit, unit, scale in ((600e3, "s", 1e3), (36e6, "min", 60e3)):
+        if not longest_ms >= limit:
+            return unit, scale
+    return "h", 3.6e6

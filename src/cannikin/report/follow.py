@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 
 from cannikin.errors import RunLogError
-from cannikin.report.live_lines import clock as shown_time
 from cannikin.report.live_state import LiveState
 from cannikin.runlog import RunLogReader
+from cannikin.words import clock as shown_time
 
 __all__ = ["FollowedRun"]
 

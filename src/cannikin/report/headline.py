@@ -7,7 +7,7 @@ import math
 from cannikin.report.arrays import RunArrays
 from cannikin.report.numbers import Phase, early_rows, late_rows, phase, prediction_error
 from cannikin.report.rank_times import ACTIVITIES
-from cannikin.report.words import amount, count, duration, percent, runs_of, split
+from cannikin.words import amount, count, counted, duration, kinds, percent, rank_name, split
 
 __all__ = ["headline"]
 
@@ -18,7 +18,7 @@ def _rank_name(run: RunArrays, rank: int) -> str:
     """A rank with what it runs on, as far as the log says."""
     ranks = run.header.ranks
     known = (ranks[rank].name or ranks[rank].device) if rank < len(ranks) else ""
-    return f"rank {rank} ({known})" if known else f"rank {rank}"
+    return rank_name(rank, known)
 
 
 def headline(run: RunArrays) -> list[str]:
@@ -38,16 +38,15 @@ def _what_ran(run: RunArrays) -> str:
     size = header.model.num_parameters
     parameters = f" ({count(size)} parameters)" if size else ""
     devices = [rank.device or rank.name for rank in header.ranks]
-    where = f": {runs_of(devices)}" if any(devices) else ""
+    where = f": {kinds(devices)}" if any(devices) else ""
     simulated = " in simulated time" if header.tags.get("simulated") == "yes" else ""
     total = f"a total batch of {job.batch_size:,}"
     if job.max_batch_size is not None and job.max_batch_size > job.batch_size:
         total = f"total batches from {job.batch_size:,} to {job.max_batch_size:,}"
-    ranks = "1 rank" if header.world_size == 1 else f"{header.world_size} ranks"
     resumed = len(run.headers) - 1
-    again = f" It was resumed {resumed} time{'s' if resumed > 1 else ''}." if resumed else ""
+    again = f" It was resumed {counted(resumed, 'time')}." if resumed else ""
     how = f"under the policy {header.policy}, with {total}"
-    return f"{model}{parameters} trained{simulated} on {ranks}{where}, {how}.{again}"
+    return f"{model}{parameters} trained{simulated} on {counted(header.world_size, 'rank')}{where}, {how}.{again}"
 
 
 def _outcome(run: RunArrays, late: Phase) -> str:

@@ -16,11 +16,11 @@ from typing import TextIO
 from rich.console import Console, ConsoleDimensions
 
 from cannikin.report.footer import Footer
-from cannikin.report.live_lines import printable
 from cannikin.report.live_panel import LivePanel
 from cannikin.report.live_state import LiveState
 from cannikin.report.status_line import status_line
 from cannikin.runlog import EventRecord, Record
+from cannikin.words import printable
 
 __all__ = ["LiveView"]
 

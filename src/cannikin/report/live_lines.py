@@ -1,4 +1,4 @@
-"""Pieces of a text panel: coloured lines of exact width, bars, sparklines, and numbers as people read them."""
+"""Pieces of a text panel: coloured lines of exact width, bars and sparklines."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from rich.cells import cell_len, set_cell_size
 
+from cannikin.words import printable
+
 __all__ = [
     "ASCII",
     "COLOURED",
@@ -15,17 +17,12 @@ __all__ = [
     "Glyphs",
     "Line",
     "bar",
-    "clock",
     "fitted",
-    "number",
-    "printable",
-    "rank_ranges",
     "sparkline",
     "stacked",
     "wrapped",
 ]
 
-_LONGEST_S = 1e10  # some centuries: what a damaged log may say beyond them is no duration
 Line = list[tuple[str, str]]  # text and its style, in rich's words
 
 
@@ -94,16 +91,6 @@ def fitted(line: Line, width: int, glyphs: Glyphs = COLOURED) -> Line:
     return kept
 
 
-def printable(text: str) -> str:
-    """The text without what could move a cursor or change a terminal: names in a log may be anybody's.
-
-    Example:
-        >>> printable("a\x1b[2Jb")
-        'a [2Jb'
-    """
-    return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
-
-
 def bar(share: float, width: int, glyphs: Glyphs = COLOURED) -> str:
     """A bar as long as a share of `width`, to a part of a cell, without what is left of it.
 
@@ -168,50 +155,3 @@ def wrapped(text: str, width: int, max_lines: int) -> list[str]:
         else:
             lines.append(word)
     return lines
-
-
-def number(value: float) -> str:
-    """Three digits or so, thousands apart.
-
-    Example:
-        >>> number(12345.6), number(68.34), number(0.93251), number(0), number(float("inf"))
-        ('12,346', '68.3', '0.933', '0', 'inf')
-    """
-    size = abs(value)
-    if not math.isfinite(value):
-        return str(value)
-    if size >= 1e7:
-        return f"{value:.3g}"
-    if size >= 100 or value == int(value):
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if size >= 10 else f"{value:.3g}"
-
-
-def clock(seconds: float) -> str:
-    """A duration.
-
-    Example:
-        >>> clock(42.4), clock(3723), clock(200_000)
-        ('0:42', '1:02:03', '2 d 7 h')
-    """
-    whole = round(min(max(0.0, seconds), _LONGEST_S))
-    if whole >= 86400:
-        return f"{whole // 86400} d {whole % 86400 // 3600} h"
-    hours, minutes = whole // 3600, whole // 60 % 60
-    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
-
-
-def rank_ranges(ranks: Sequence[int]) -> str:
-    """Rank numbers, runs of them together.
-
-    Example:
-        >>> rank_ranges([0, 1, 2, 5, 8, 9])
-        '0-2,5,8-9'
-    """
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1][1:] = [rank]
-        else:
-            runs.append([rank])
-    return ",".join("-".join(map(str, run)) for run in runs)

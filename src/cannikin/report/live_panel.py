@@ -13,14 +13,13 @@ from cannikin.report.live_lines import (
     Glyphs,
     Line,
     bar,
-    clock,
     fitted,
-    number,
     sparkline,
     wrapped,
 )
 from cannikin.report.live_ranks import TRACK_STYLE, device_of, extremes, rank_lines, rank_rows
 from cannikin.report.live_state import LiveState
+from cannikin.words import amount, clock, counted, rank_name, short_count, split_sum
 
 __all__ = ["LivePanel"]
 
@@ -98,10 +97,10 @@ def _title(state: LiveState, glyphs: Glyphs) -> Line:
     if header is None:
         return [("cannikin", "bold")]
     words = [header.policy] if header.policy != "cannikin" else []
-    words.append(f"{header.world_size} rank{'s' * (header.world_size != 1)}")
+    words.append(counted(header.world_size, "rank"))
     if header.model.name:
         size = header.model.num_parameters
-        words.append(header.model.name + (f", {_short(size)} parameters" if size else ""))
+        words.append(header.model.name + (f", {short_count(size)} parameters" if size else ""))
     return [("cannikin", "bold"), *[(f" {glyphs.dot} {word}", "") for word in words]]
 
 
@@ -125,7 +124,7 @@ def _progress(state: LiveState, width: int, glyphs: Glyphs) -> list[Line]:
         return [] if state.window is not None else [[(unmeasured, "dim")]]
     words = f"epoch {now.epoch}"
     if share is not None and state.window is not None and state.window.progress is not None:
-        words += f"  {state.window.progress:.2f} of {number(now.goal or 0)} passes"
+        words += f"  {state.window.progress:.2f} of {amount(now.goal or 0)} passes"
     else:
         share = state.pass_share
     if share is None:
@@ -169,9 +168,9 @@ def _with_spark(line: Line, values: list[float | None] | list[float], width: int
 def _step_time(state: LiveState) -> Line:
     assert state.window is not None
     measured, predicted = state.window.step_ms, state.predicted_ms
-    parts = [("not measured" if measured is None else f"{number(measured)} ms", "bold")]
+    parts = [("not measured" if measured is None else f"{amount(measured)} ms", "bold")]
     if predicted is not None:
-        parts.append((f", predicted {number(predicted)} ms", ""))
+        parts.append((f", predicted {amount(predicted)} ms", ""))
         if measured is not None and predicted > 0:
             off = measured / predicted - 1
             parts.append((f" ({off:+.1%})", "green" if abs(off) < 0.05 else "yellow" if abs(off) < 0.2 else "red"))
@@ -185,9 +184,7 @@ def _total_batch(state: LiveState, glyphs: Glyphs) -> Line:
     total, planned = state.window.total_batch, state.plan
     parts = [(f"{total:,}", "bold")]
     if planned is not None and planned.local_batches != state.window.local_batches:
-        few = len(planned.local_batches) <= _MAX_ROWS
-        split = f" = {' + '.join(map(str, planned.local_batches))}" if few else ""
-        parts.append((f", from step {planned.first_step:,} on {planned.total_batch:,}{split}", "cyan"))
+        parts.append((f", from step {planned.first_step:,} on {split_sum(planned.local_batches)}", "cyan"))
     job = None if state.header is None else state.header.job
     if job is not None:
         bounds = f"{job.batch_size:,} to {job.max_batch_size:,}" if job.max_batch_size else "fixed"
@@ -199,9 +196,9 @@ def _goodput(state: LiveState, glyphs: Glyphs) -> Line | None:
     pace, goodput, share = state.samples_per_s, state.goodput, state.efficiency
     if pace is None:
         return None
-    parts = [(f"{number(pace)} samples/s", "bold")]
+    parts = [(f"{amount(pace)} samples/s", "bold")]
     if goodput is not None and share is not None:
-        parts.append((f", goodput {number(goodput)}/s ({share:.0%} efficient)", ""))
+        parts.append((f", goodput {amount(goodput)}/s ({share:.0%} efficient)", ""))
     return _fact("throughput", *parts)
 
 
@@ -210,14 +207,14 @@ def _noise(state: LiveState, glyphs: Glyphs) -> Line | None:
     noise, factor = state.window.noise, state.window.lr_factor
     parts: Line = []
     if noise is not None:
-        scale = "not known" if noise.noise_scale is None else number(noise.noise_scale)
+        scale = "not known" if noise.noise_scale is None else amount(noise.noise_scale)
         parts.append((scale, "bold"))
         if noise.low is not None or noise.high is not None:
-            low = "0" if noise.low is None else number(noise.low)
-            parts.append((f" ({low} to {'any' if noise.high is None else number(noise.high)})", ""))
+            low = "0" if noise.low is None else amount(noise.low)
+            parts.append((f" ({low} to {'any' if noise.high is None else amount(noise.high)})", ""))
     if factor is not None:
         parts += [(f" {glyphs.dot} learning rate ", "dim")] if parts else []
-        parts.append((f"{glyphs.times}{number(factor)}", "bold"))
+        parts.append((f"{glyphs.times}{amount(factor)}", "bold"))
     return _fact("noise scale" if noise is not None else "learning rate", *parts) if parts else None
 
 
@@ -226,8 +223,7 @@ def _slowest(state: LiveState, glyphs: Glyphs) -> Line | None:
     if found is None:
         return None
     (slowest, slow), (fastest, fast) = found
-    device = device_of(state, slowest)
-    parts = [(f"rank {slowest}", "bold"), (f"{f' ({device})' if device else ''}: {number(slow)} ms/sample", "")]
+    parts = [(rank_name(slowest, device_of(state, slowest)), "bold"), (f": {amount(slow)} ms/sample", "")]
     if fast > 0:
         parts.append((f", {slow / fast:.1f}{glyphs.times} rank {fastest}", ""))
     return _fact("slowest", *parts)
@@ -237,7 +233,7 @@ def _happened(state: LiveState, width: int) -> list[Line]:
     """The last evaluation, the last plan's reason and the last events."""
     lines: list[Line] = []
     if state.metrics:
-        words = ", ".join(f"{name} {number(value)}" for name, value in state.metrics.items())
+        words = ", ".join(f"{name} {amount(value)}" for name, value in state.metrics.items())
         lines.append(_fact("evaluation", (words, "bold"), (f"  at step {state.metrics_step:,}", "dim")))
     if state.plan is not None:
         reason = wrapped(f"{state.plan.reason} ({state.plan.phase}, step {state.plan.step:,})", width - _LABEL, 3)
@@ -247,10 +243,3 @@ def _happened(state: LiveState, width: int) -> list[Line]:
         words = event.text or event.kind
         lines.append(_fact("" if i else "events", (f"step {event.step:,}  ", "dim"), (words, style)))
     return lines
-
-
-def _short(count: float) -> str:
-    for size, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
-        if count >= size:
-            return f"{count / size:.3g}{unit}"
-    return str(round(count))

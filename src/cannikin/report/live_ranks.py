@@ -7,9 +7,10 @@ from statistics import fmean
 
 from rich.cells import cell_len, set_cell_size
 
-from cannikin.report.live_lines import COLOURED, Glyphs, Line, bar, number, printable, rank_ranges, stacked
+from cannikin.report.live_lines import COLOURED, Glyphs, Line, bar, stacked
 from cannikin.report.live_state import LiveState
 from cannikin.report.rank_times import RankTimes
+from cannikin.words import amount, printable, rank_ranges
 
 __all__ = ["PART_STYLES", "TRACK_STYLE", "RankRow", "device_of", "extremes", "rank_lines", "rank_rows"]
 
@@ -171,7 +172,7 @@ def _row_line(row: RankRow, columns: _Columns, most: float, glyphs: Glyphs) -> L
         (" ", ""),
     ]
     line += _share_cells(row, columns.share_bar, columns.parts, glyphs)
-    pace = "" if row.ms_per_sample is None else number(row.ms_per_sample)
+    pace = "" if row.ms_per_sample is None else amount(row.ms_per_sample)
     return line + ([(pace.rjust(_PACE_WIDTH), "")] if columns.shows_pace else [])
 
 

@@ -16,8 +16,8 @@ from cannikin.report.headline import headline
 from cannikin.report.numbers import late_rows, phase, prediction_error
 from cannikin.report.page import Item, Section, Table
 from cannikin.report.rank_times import ACTIVITIES
-from cannikin.report.words import amount, duration, memory, percent, split
 from cannikin.runlog import EventRecord, RankInfo
+from cannikin.words import amount, duration, memory, percent, split
 
 __all__ = ["comparison", "run_section"]
 

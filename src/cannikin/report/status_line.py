@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from cannikin.report.live_lines import clock, number, printable
 from cannikin.report.live_state import LiveState
+from cannikin.words import amount, clock, printable, split_sum
 
 __all__ = ["status_line"]
-
-_MOST_BATCHES = 8  # local batches that are listed one by one
 
 
 def status_line(state: LiveState) -> str:
@@ -28,19 +26,13 @@ def status_line(state: LiveState) -> str:
         words.append(f"{share:.0%}" + ("" if left is None else f", {clock(left)} left"))
     window = state.window
     if window is not None:
-        words.append(f"total batch {window.total_batch:,}{_split(window.local_batches)}")
-        measured = "step not measured" if window.step_ms is None else f"step {number(window.step_ms)} ms"
-        words.append(measured + ("" if state.predicted_ms is None else f" (predicted {number(state.predicted_ms)})"))
+        words.append(f"total batch {split_sum(window.local_batches, plus='+')}")
+        measured = "step not measured" if window.step_ms is None else f"step {amount(window.step_ms)} ms"
+        words.append(measured + ("" if state.predicted_ms is None else f" (predicted {amount(state.predicted_ms)})"))
         words += [f"waiting {state.wait_share:.0%}"] if state.wait_share is not None else []
         words += (
-            [f"noise scale {number(window.noise.noise_scale)}"] if window.noise and window.noise.noise_scale else []
+            [f"noise scale {amount(window.noise.noise_scale)}"] if window.noise and window.noise.noise_scale else []
         )
-        words += [f"learning rate x{number(window.lr_factor)}"] if window.lr_factor is not None else []
-    words += [f"{name} {number(value)}" for name, value in state.metrics.items()]
+        words += [f"learning rate x{amount(window.lr_factor)}"] if window.lr_factor is not None else []
+    words += [f"{name} {amount(value)}" for name, value in state.metrics.items()]
     return printable("cannikin: " + ", ".join(words))
-
-
-def _split(batches: tuple[int, ...]) -> str:
-    if len(batches) > _MOST_BATCHES:
-        return f" ({min(batches)} to {max(batches)} a rank)"
-    return f" = {'+'.join(map(str, batches))}" if len(batches) > 1 else ""

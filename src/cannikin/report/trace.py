@@ -26,6 +26,7 @@ import msgspec
 from cannikin.report.rank_steps import RankStep, as_ns, finite, longest_ns, rank_steps
 from cannikin.report.trace_times import RunClock
 from cannikin.runlog import EventRecord, Header, PlanRecord, RankInfo, Record, Timeline, WindowRecord
+from cannikin.words import split_sum
 
 __all__ = ["Event", "keep_timelines", "trace_events"]
 
@@ -121,7 +122,6 @@ class _Drawing:
         self._num_kept += kept
         if kept and self._num_kept % self._stride:
             return
-        batches = " + ".join(map(str, plan.local_batches[:8])) + (" + ..." if len(plan.local_batches) > 8 else "")
         args = {
             "reason": plan.reason,
             "phase": plan.phase,
@@ -130,7 +130,7 @@ class _Drawing:
             "predicted step ms": plan.predicted_step_ms,
             "local batches": list(plan.local_batches),
         }
-        yield from self._instant(_PLANS, "kept" if kept else f"{plan.total_batch} = {batches}", time_ms, args)
+        yield from self._instant(_PLANS, "kept" if kept else split_sum(plan.local_batches), time_ms, args)
 
     def event(self, event: EventRecord) -> Iterator[Event]:
         time_ms = self._clock.at(event.step, event.elapsed_ms)
