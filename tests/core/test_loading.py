@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from clusters import clusters_with_total
 from hypothesis import given, settings
 
 from benchmarks.synthetic import measure
@@ -15,7 +16,6 @@ from cannikin.core.loading import LoadHistory
 from cannikin.core.perf import Cluster, Curve, step_time
 from cannikin.core.records import Job, Plan, StepWindow
 from cannikin.core.split import SplitSolver, optimal_split
-from clusters import clusters_with_total
 
 RNG = np.random.default_rng
 NO_LOAD = [0.0, 0.0, 0.0]

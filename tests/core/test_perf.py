@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from clusters import KINDS, draw_cluster, rng_of
 
 from cannikin.core.perf import Cluster, Curve, ring_factor, step_time
 from cannikin.errors import InvalidInputError
-from clusters import KINDS, draw_cluster, rng_of
 
 
 def simulate(cluster: Cluster, local_batches: np.ndarray) -> float:

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from clusters import KINDS, draw_cluster, draw_total, finish_table, rng_of
 from scipy.optimize import LinearConstraint, linprog, milp
 
 from cannikin.core.perf import Cluster, Curve, step_time
 from cannikin.core.split import SplitSolver, drop_candidate, optimal_split
 from cannikin.errors import InvalidInputError
-from clusters import KINDS, draw_cluster, draw_total, finish_table, rng_of
 
 RELATIVE = 1e-9
 

@@ -6,12 +6,12 @@ from collections import Counter
 from random import Random
 
 import numpy as np
+from clusters import clusters, clusters_with_total, finish_table
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cannikin.core.perf import Cluster, Curve, step_time
 from cannikin.core.split import SplitSolver, optimal_split
-from clusters import clusters, clusters_with_total, finish_table
 
 LAW = settings(max_examples=200, deadline=None, derandomize=True)
 
