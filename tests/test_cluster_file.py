@@ -10,9 +10,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from cannikin import load_cluster
-from cannikin.cluster_file import MAX_BYTES, MAX_RANKS
+from cannikin.cluster_file import MAX_RANKS
 from cannikin.core.records import NO_MAX
 from cannikin.errors import ClusterFileError
+from cannikin.toml_files import MAX_BYTES
 
 GOOD = """\
 [comm]
@@ -114,7 +115,7 @@ BAD_VALUES = [
     ("[comm]", "[link]\nspeed = 3\n[comm]", ["link is not a known key", "comm, node"]),
     ("count =", '"a\\nb\\u001b[31m" = 1\ncount =', ["node[0].a\\nb\\x1b[31m", "not a known key"]),
     ("count =", '"" = 1\ncount =', ["node[0]", "not a known key"]),
-    ("count =", '"x - at `$.node[9].y" = 1\ncount =', ["unknown field"]),
+    ("count =", '"x - at `$.node[9].y" = 1\ncount =', ["not a known key"]),
     # wrong types
     ("gamma = 0.15", "gamma = true", ["comm.gamma is true", "a number"]),
     ("gamma = 0.15", 'gamma = "0.15"', ['comm.gamma is "0.15"', "a number"]),
@@ -141,7 +142,7 @@ BAD_VALUES = [
     ("fixed = 46.6", "fixed = 9007199254740993", ["node[1].backward_ms.fixed", TIME]),
     ("fixed = 46.6", "fixed = 5e-324", ["node[1].backward_ms.fixed is 5e-324", TIME]),
     ("fixed = 46.6", "fixed = 1" + "0" * 400, ["node[1].backward_ms.fixed", "more than 20 digits", TIME]),
-    ("fixed = 46.6", "fixed = 1" + "0" * 5000, ["line 16", "digits", "1e9 ms"]),
+    ("fixed = 46.6", "fixed = 1" + "0" * 5000, ["line 16", "thousands of digits"]),
     ("count = 2", "count = 0", ['node[0].count (node "a100") is 0', "1 to 100000"]),
     ("count = 2", "count = -1", ["node[0].count", "-1", "1 to 100000"]),
     ("count = 2", "count = 1_000_000_000_000", ["node[0].count", "is 1000000000000", "1 to 100000"]),

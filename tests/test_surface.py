@@ -143,7 +143,7 @@ for name in ("HeteroDataParallel", "Other"):
 
 LAYERS = [
     {"_version", "errors", "words"},
-    {"core"},
+    {"core", "toml_files"},
     {"runlog", "cluster_file"},
     {"runtime", "sim", "lab", "report"},
     {"integrations", "demo", "doctor"},

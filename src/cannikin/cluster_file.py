@@ -14,17 +14,13 @@
     max_batch = 512         # optional: memory
 
 A wrong file raises `ClusterFileError` with one line that names the file, the key and the limit. Nothing is guessed, and
-a key nobody knows is an error. Limits against slips of the pen: `MAX_BYTES`, `MAX_RANKS`, `MAX_BATCH`, `TIMES_MS`.
+a key nobody knows is an error. Limits against slips of the pen: `MAX_RANKS`, `MAX_BATCH`, `MAX_NAME`, `TIMES_MS`.
 """
 
 from __future__ import annotations
 
-import difflib
-import json
 import os
-import re
-from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -32,55 +28,61 @@ import numpy as np
 from cannikin.core.perf import Cluster, Curve
 from cannikin.core.records import NO_MAX
 from cannikin.errors import ClusterFileError
+from cannikin.toml_files import key_at, limit, naming, read_toml
 
-__all__ = ["MAX_BATCH", "MAX_BYTES", "MAX_RANKS", "TIMES_MS", "load_cluster"]
+__all__ = ["MAX_BATCH", "MAX_RANKS", "TIMES_MS", "load_cluster"]
 
-MAX_BYTES = 2**20  # the largest file
 MAX_RANKS = 100_000  # counts expanded: as many as the solver is measured with
 MAX_BATCH = 10**12  # samples, a local batch or a total
 MAX_NAME = 64  # characters
 TIMES_MS = (1e-12, 1e9)  # a time other than 0: from a femtosecond to eleven days
 
+_Time = Annotated[
+    float,
+    limit(
+        "a finite time in ms and not negative: 0, or from 1e-12 to 1e9",
+        lambda time_ms: time_ms == 0 or TIMES_MS[0] <= time_ms <= TIMES_MS[1],
+    ),
+]
+_Share = Annotated[float, limit("a share, from 0 to 1", lambda share: 0 <= share <= 1)]
+_Name = Annotated[
+    str, limit(f"1 to {MAX_NAME} printable characters", lambda name: name.isprintable() and 0 < len(name) <= MAX_NAME)
+]
+_Count = Annotated[int, limit(f"from 1 to {MAX_RANKS}", lambda count: 1 <= count <= MAX_RANKS)]
+_Batch = Annotated[int, limit(f"from 1 to {MAX_BATCH}", lambda batch: 1 <= batch <= MAX_BATCH)]
 
-class _CurveTable(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    fixed: float
-    per_sample: float
-    floor: float = 0.0
+
+class _CurveTable(msgspec.Struct, frozen=True):
+    fixed: _Time
+    per_sample: _Time
+    floor: _Time = 0.0
 
 
-class _NodeTable(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+class _NodeTable(msgspec.Struct, frozen=True):
     forward_ms: _CurveTable
     backward_ms: _CurveTable
-    name: str | None = None
-    count: int = 1
-    min_batch: int = 1
-    max_batch: int | None = None
+    name: _Name | None = None
+    count: _Count = 1
+    min_batch: _Batch = 1
+    max_batch: _Batch | None = None
 
 
-class _CommTable(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    gamma: float
-    overlapped_ms: float
-    last_ms: float
+class _CommTable(msgspec.Struct, frozen=True):
+    gamma: _Share
+    overlapped_ms: _Time
+    last_ms: _Time
 
 
-class _ClusterTable(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+class _ClusterTable(msgspec.Struct, frozen=True):
     comm: _CommTable
     node: list[_NodeTable]
 
 
-_WANTED = {
-    "float": "must be a number",
-    "int": "must be a whole number",
-    "str": 'must be text in quotes, like "a100"',
-    "array": "write [[node]], in double brackets, once for each kind of node",
-    "object": "must be a table",
-}  # by the type msgspec expected
-_CURVE_ADVICE = "must be a table like { fixed = 8.0, per_sample = 0.01 }"
-_TIME_LIMIT = "must be a finite time in ms and not negative: 0, or from 1e-12 to 1e9"
-# What a required key is for.
-_MEANINGS = {
+_CURVE_ADVICE = "write a table like { fixed = 8.0, per_sample = 0.01 }"
+_NODE_ADVICE = "add at least one [[node]] with forward_ms and backward_ms"
+_ADVICE = {
     "comm": "add a [comm] table with gamma, overlapped_ms and last_ms",
-    "node": "add at least one [[node]] with forward_ms and backward_ms",
+    "node": _NODE_ADVICE,
     "gamma": "give the share of backward before the first bucket is ready, 0 to 1",
     "overlapped_ms": "give the all-reduce time of every bucket but the last, in ms",
     "last_ms": "give the all-reduce time of the last bucket, in ms",
@@ -92,7 +94,7 @@ _MEANINGS = {
 
 
 def load_cluster(path: str | os.PathLike[str]) -> Cluster:
-    """The performance model that a cluster file describes, times in seconds, one rank for each of every node's `count`.
+    """Return the performance model that a cluster file describes, times in seconds, `count` ranks per node.
 
     Ranks come in file order. `Cluster.names` repeats a node's name for each of its ranks, and nodes may share a name.
 
@@ -118,162 +120,27 @@ def load_cluster(path: str | os.PathLike[str]) -> Cluster:
         >>> cluster.names, cluster.backward.floor_s.tolist()
         (('node0', 'node0'), [0.006, 0.006])
     """
-    try:
-        table = _convert(_parse(_read(path)))
+    with naming(path):
+        table = read_toml(path, _ClusterTable, _ADVICE)
         _check(table)
-    except ClusterFileError as error:
-        raise ClusterFileError(_one_line(f"{os.fspath(path)}: {error}")) from error.__cause__
     return _build(table)
 
 
-def _read(path: str | os.PathLike[str]) -> str:
-    """The file's text."""
-    try:
-        with open(path, "rb") as file:
-            data = file.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as error:  # a null character in the path is a ValueError
-        raise ClusterFileError(f"cannot be read: {getattr(error, 'strerror', error)}") from error
-    if len(data) > MAX_BYTES:
-        raise ClusterFileError(f"is larger than {MAX_BYTES} bytes, the most a cluster file may have")
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise ClusterFileError(f"is not UTF-8 text: line {line} has byte 0x{data[error.start]:02x}") from error
-
-
-def _parse(text: str) -> dict[str, Any]:
-    """The TOML document."""
-    try:
-        document: dict[str, Any] = msgspec.toml.decode(text)
-    except msgspec.DecodeError as error:
-        raise ClusterFileError(f"is not TOML: {error}") from error
-    except ValueError as error:  # Python refuses to read an integer of thousands of digits
-        line = next((i for i, line in enumerate(text.splitlines(), 1) if re.search(r"[\d_]{4000}", line)), "?")
-        raise ClusterFileError(f"line {line} has a number of thousands of digits: times end at 1e9 ms") from error
-    except RecursionError as error:
-        raise ClusterFileError("is not a cluster file: brackets are nested too deeply") from error
-    if not document:
-        raise ClusterFileError("is empty: it needs a [comm] table and at least one [[node]]")
-    return document
-
-
-def _convert(document: dict[str, Any]) -> _ClusterTable:
-    """The document as typed tables, every key known and none missing."""
-    try:
-        return msgspec.convert(document, _ClusterTable)
-    except msgspec.ValidationError as error:
-        try:
-            advice = _advice(str(error), document)
-        except (LookupError, TypeError):  # a key that reads like a part of msgspec's message
-            advice = str(error)
-        raise ClusterFileError(advice) from error
-
-
-def _advice(message: str, document: dict[str, Any]) -> str:
-    """msgspec's finding in words that name the key and say what to write there."""
-    what, _, path = message.partition(" - at `$")
-    path = path.removesuffix("`").removeprefix(".")
-    if missing := re.fullmatch(r"Object missing required field `(.*)`", what, re.DOTALL):
-        return f"{_label(path, missing[1], document)} is missing: {_MEANINGS[missing[1]]}"
-    if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", what, re.DOTALL):
-        return f"{_label(path, unknown[1], document)} is not a known key: {_known(path, unknown[1])}"
-    advice = _TIME_LIMIT if what == "Number out of range" else what
-    if wanted := re.match(r"Expected `(\w+)", what):
-        curve = wanted[1] == "object" and path.endswith("_ms")
-        advice = _CURVE_ADVICE if curve else _WANTED.get(wanted[1], what)
-    return f"{_label(path, '', document)} is {_shown(_value_at(path, document))}: {advice}"
-
-
-def _label(path: str, key: str, document: dict[str, Any]) -> str:
-    """A key as a message names it, with the node's name where it has one."""
-    full = ".".join(part for part in (path, _short(key)) if part)
-    if at := re.match(r"node\[(\d+)\]", full):
-        node = document["node"][int(at[1])]
-        name = node.get("name") if isinstance(node, dict) else None
-        if isinstance(name, str) and name:
-            return f'{full} (node "{_short(name)}")'
-    return full or '""'
-
-
-def _known(path: str, key: str) -> str:
-    """The keys that may stand where `key` was found, the nearest one first."""
-    tables = {"": _ClusterTable, "comm": _CommTable}
-    names = tables.get(path, _NodeTable if path.endswith("]") else _CurveTable).__struct_fields__
-    near = difflib.get_close_matches(key, names, n=1)
-    return (f"did you mean {near[0]}? " if near else "") + "known here are " + ", ".join(names)
-
-
-def _value_at(path: str, document: dict[str, Any]) -> Any:
-    """The value at a path such as `node[1].backward_ms.fixed`."""
-    value: Any = document
-    for name, index in re.findall(r"(\w+)|\[(\d+)\]", path):
-        value = value[name] if name else value[int(index)]
-    return value
-
-
-def _shown(value: Any) -> str:
-    """A value as the file has it, cut short."""
-    if isinstance(value, dict | list):
-        return "a table" if isinstance(value, dict) else "an array"
-    if isinstance(value, int) and abs(value) > 10**20:
-        return "a number of more than 20 digits"
-    return repr(value) if isinstance(value, float) else _short(json.dumps(value, default=str, ensure_ascii=False))
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= MAX_NAME else text[: MAX_NAME - 3] + "..."
-
-
-def _one_line(text: str) -> str:
-    """The text with every character that would break the line or move the cursor escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
-
-
 def _check(table: _ClusterTable) -> None:
-    """Refuse values that no cluster can have."""
-    _refuse_unless(0 <= table.comm.gamma <= 1, "comm.gamma", table.comm.gamma, "must be a share, from 0 to 1")
-    _check_time("comm.overlapped_ms", table.comm.overlapped_ms)
-    _check_time("comm.last_ms", table.comm.last_ms)
+    """Refuse what no cluster can be, though each value is within its limit."""
     if not table.node:
-        raise ClusterFileError("node has no entry: add at least one [[node]] with forward_ms and backward_ms")
+        raise ClusterFileError(f"node has no entry: {_NODE_ADVICE}")
     for position, node in enumerate(table.node):
-        _check_node(f"node[{position}].", f' (node "{_short(node.name)}")' if node.name else "", node)
-    ranks = sum(node.count for node in table.node)
-    _refuse_unless(ranks <= MAX_RANKS, "the sum of node[].count", ranks, f"at most {MAX_RANKS} ranks fit a file")
-
-
-def _check_node(prefix: str, suffix: str, node: _NodeTable) -> None:
-    def refuse_unless(right: bool, key: str, limit: str) -> None:
-        _refuse_unless(right, prefix + key + suffix, getattr(node, key), limit)
-
-    if node.name is not None:
-        plain = node.name.isprintable() and 0 < len(node.name) <= MAX_NAME
-        _refuse_unless(plain, f"{prefix}name", node.name, f"must have 1 to {MAX_NAME} printable characters")
-    refuse_unless(1 <= node.count <= MAX_RANKS, "count", f"must be from 1 to {MAX_RANKS}")
-    for key, value in _times(node):
-        _check_time(prefix + key + suffix, value)
-    if not any(value for _, value in _times(node)):
-        raise ClusterFileError(f"{prefix}forward_ms{suffix} and backward_ms are all 0: a step takes some time")
-    refuse_unless(1 <= node.min_batch <= MAX_BATCH, "min_batch", f"must be from 1 to {MAX_BATCH}")
-    if node.max_batch is not None:
-        right = node.min_batch <= node.max_batch <= MAX_BATCH
-        refuse_unless(right, "max_batch", f"must be from min_batch, {node.min_batch}, to {MAX_BATCH}")
-
-
-def _times(node: _NodeTable) -> Iterator[tuple[str, float]]:
-    for curve in ("forward_ms", "backward_ms"):
-        for key in _CurveTable.__struct_fields__:
-            yield f"{curve}.{key}", getattr(getattr(node, curve), key)
-
-
-def _check_time(key: str, value_ms: float) -> None:
-    _refuse_unless(value_ms == 0 or TIMES_MS[0] <= value_ms <= TIMES_MS[1], key, value_ms, _TIME_LIMIT)
-
-
-def _refuse_unless(right: bool, key: str, value: Any, limit: str) -> None:
-    if not right:
-        raise ClusterFileError(f"{key} is {_shown(value)}: {limit}")
+        if not any(msgspec.structs.astuple(node.forward_ms) + msgspec.structs.astuple(node.backward_ms)):
+            key = key_at("node", position, "forward_ms", name=node.name)
+            raise ClusterFileError(f"{key} and backward_ms are all 0: a step takes some time")
+        if node.max_batch is not None and node.max_batch < node.min_batch:
+            key = key_at("node", position, "max_batch", name=node.name)
+            range_words = f"from min_batch, {node.min_batch}, to {MAX_BATCH}"
+            raise ClusterFileError(f"{key} is {node.max_batch}: it must be {range_words}")
+    num_ranks = sum(node.count for node in table.node)
+    if num_ranks > MAX_RANKS:
+        raise ClusterFileError(f"the sum of node[].count is {num_ranks}: at most {MAX_RANKS} ranks fit a file")
 
 
 def _build(table: _ClusterTable) -> Cluster:

@@ -64,10 +64,13 @@ def test_ranks_are_enough(load):
     [
         ("", "rank is missing: add at least one [[rank]]"),
         ("rank = []", "0 ranks"),
-        ("[[rank]]\nname = 'a'", "rank[0].speed is missing"),
-        ("[[rank]]\nspeed = 1\nspede = 2", "rank[0].spede is not a known key: known here are speed, name, count"),
+        ("[[rank]]\nname = 'a'", 'rank[0].speed (rank "a") is missing'),
+        (
+            "[[rank]]\nspeed = 1\nspede = 2",
+            "rank[0].spede is not a known key: did you mean speed? known here are speed, name, count",
+        ),
         ("colour = 1\n[[rank]]\nspeed = 1", "colour is not a known key"),
-        ("[[rank]]\nspeed = 'fast'", "Expected `float`, got `str` - at `$.rank[0].speed`"),
+        ("[[rank]]\nspeed = 'fast'", 'rank[0].speed is "fast": it must be a number'),
         ("[[rank]]\nspeed = 0", "speed 0 of rank 0 must be from 0.001"),
         ("[[rank]]\nspeed = nan", "speed nan of rank 0"),
         ("[[rank]]\nspeed = 1\ncount = 0", "rank[0].count is 0"),

@@ -20,32 +20,33 @@ step = 100              # from its training forward of this number on
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 
-from cannikin.errors import ClusterFileError, InvalidInputError
+from cannikin.errors import ClusterFileError
 from cannikin.lab.cluster import MAX_RANKS, MECHANISMS, LabCluster, Slowdown, parse_link
+from cannikin.toml_files import limit, naming, read_toml
 
 __all__ = ["LabFile", "load_lab_file"]
 
-_MAX_BYTES = 2**20
+_Count = Annotated[int, limit(f"from 1 to {MAX_RANKS}", lambda count: 1 <= count <= MAX_RANKS)]
 
 
-class _RankTable(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+class _RankTable(msgspec.Struct, frozen=True):
     speed: float
     name: str | None = None
-    count: int = 1
+    count: _Count = 1
 
 
-class _SlowTable(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+class _SlowTable(msgspec.Struct, frozen=True):
     rank: int
     factor: float
     step: int
 
 
-class _LabTable(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+class _LabTable(msgspec.Struct, frozen=True):
     rank: list[_RankTable]
     mechanism: str = "auto"
     link: str | None = None
@@ -55,7 +56,7 @@ class _LabTable(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     slow: list[_SlowTable] = []
 
 
-_KNOWN = {"": _LabTable, "rank": _RankTable, "slow": _SlowTable}  # by the array that a key was found in
+_ADVICE = {"rank": "add at least one [[rank]] with its speed"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,59 +68,18 @@ class LabFile:
 
 
 def load_lab_file(path: str | os.PathLike[str]) -> LabFile:
-    """What a file of the form above describes.
+    """Return what a file of the form above describes.
 
     Raises:
         ClusterFileError: the file is unreadable, malformed or impossible; one line names file, key and limit.
     """
-    try:
-        return _build(_convert(_read(path)))
-    except InvalidInputError as error:
-        line = "".join(c if c.isprintable() else " " for c in f"{os.fspath(path)}: {error}")
-        raise ClusterFileError(line) from error
-
-
-def _read(path: str | os.PathLike[str]) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            data = file.read(_MAX_BYTES + 1)
-    except (OSError, ValueError) as error:  # a null character in the path is a ValueError
-        raise ClusterFileError(f"cannot be read: {getattr(error, 'strerror', error)}") from error
-    if len(data) > _MAX_BYTES:
-        raise ClusterFileError(f"is larger than {_MAX_BYTES} bytes, the most a lab cluster may have")
-    return data
-
-
-def _convert(data: bytes) -> _LabTable:
-    try:
-        return msgspec.toml.decode(data, type=_LabTable)
-    except msgspec.ValidationError as error:
-        raise ClusterFileError(_advice(str(error))) from error
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise ClusterFileError(f"is not TOML: {error}") from error
-
-
-def _advice(message: str) -> str:
-    """msgspec's finding, which names the key and what it wanted, with the keys that are known there."""
-    found = re.fullmatch(r"Object (missing required|contains unknown) field `(.*?)`(?: - at `\$\.?(.*)`)?", message)
-    if found is None:
-        return message
-    kind, key, place = found[1], found[2], found[3] or ""
-    name = f"{place}.{key}" if place else key
-    if kind == "missing required":
-        return f"{name} is missing: " + (
-            "add at least one [[rank]] with its speed" if key == "rank" else "it is needed"
-        )
-    known = ", ".join(_KNOWN[re.sub(r"\[.*", "", place)].__struct_fields__)
-    return f"{name} is not a known key: known here are {known}"
+    with naming(path):
+        return _build(read_toml(path, _LabTable, _ADVICE))
 
 
 def _build(table: _LabTable) -> LabFile:
     if table.mechanism not in MECHANISMS:
         raise ClusterFileError(f"mechanism is {table.mechanism!r}: choose one of {', '.join(MECHANISMS)}")
-    for position, rank in enumerate(table.rank):
-        if not 1 <= rank.count <= MAX_RANKS:
-            raise ClusterFileError(f"rank[{position}].count is {rank.count}: must be from 1 to {MAX_RANKS}")
     kinds = [(f"rank{i}" if rank.name is None else rank.name, rank) for i, rank in enumerate(table.rank)]
     cluster = LabCluster(
         speeds=tuple(rank.speed for _, rank in kinds for _ in range(rank.count)),
