@@ -33,9 +33,8 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         if text != expected:
             shown = f"tests/goldens/{path.name}"
             diff = difflib.unified_diff(expected.splitlines(), text.splitlines(), shown, "printed now", lineterm="")
-            advice = (
-                f"If users are to see this, run: pytest {request.path.name} {_REWRITE}; then read: git diff {shown}"
-            )
+            file = request.path.relative_to(request.config.rootpath)
+            advice = f"If users are to see this, run: pytest {file} {_REWRITE}; then read: git diff {shown}"
             pytest.fail("\n".join([*diff, "", advice]), pytrace=False)
 
     return check
