@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import launching
-from cannikin.lab.cluster import LabCluster
-from cannikin.lab.hosts import Hosts
+from cannikin.lab.mechanisms import MECHANISMS
 
 SPEEDS = (1.0, 0.5, 0.25)
 TOTAL = 256
@@ -139,7 +138,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--limit-s", type=float, default=1500.0, help="seconds for each launch")
     options = parser.parse_args([] if argv is None else argv)
     launching.empty(options.out)
-    missing = Hosts().missing(LabCluster(speeds=SPEEDS, sample_s=1e-3, link_bit_per_s=1e8))
+    missing = MECHANISMS["hosts"].unavailable()
     if missing is not None:
         print(f"lab_limit: no slow links here ({missing}): larger gradients instead", file=sys.stderr)
     for name in options.regimes or REGIMES:

@@ -281,7 +281,6 @@ STILL_SHARED = {
     "records.py",
     "report.py",
     "runs.py",
-    "settings.py",
     "trace.py",
 }
 

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from cannikin.cli import lab as lab_command
 from cannikin.cli import main
 from cannikin.lab.cluster import LabCluster, Slowdown
+from cannikin.lab.mechanisms import MECHANISMS
 
 
 @pytest.fixture
@@ -52,6 +53,13 @@ def test_bad_input_is_one_line_and_status_2(script, args, words):
     (line,) = result.stderr.splitlines()
     assert line.startswith("cannikin: ")
     assert words in line
+
+
+def test_the_help_and_the_option_list_every_mechanism():
+    shown = lab("--help").stdout
+    assert f"[auto|{'|'.join(MECHANISMS)}]" in shown
+    for name, mechanism in MECHANISMS.items():
+        assert f"{name:<10}{mechanism.summary}\n" in shown
 
 
 @pytest.fixture

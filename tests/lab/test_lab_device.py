@@ -7,20 +7,20 @@ from clock import Clock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cannikin.lab.cluster import LabCluster, Slowdown
-from cannikin.lab.device import DEFAULT_SAMPLE_S, Pace, devices
+from cannikin.lab.cluster import DEFAULT_SAMPLE_S, LabCluster, Slowdown
+from cannikin.lab.throttle import Pace
 
 
 def test_half_the_speed_takes_twice_as_long_for_a_sample_and_as_long_for_the_rest():
     cluster = LabCluster(speeds=(1.0, 0.5), sample_s=0.002, fixed_s=0.008, forward_share=0.25)
-    fast, slow = devices(cluster)
+    fast, slow = cluster.devices()
     assert fast.times_s(num_samples=16, forward=0) == pytest.approx((0.010, 0.030))
     assert slow.times_s(num_samples=16, forward=0) == pytest.approx((0.018, 0.054))
 
 
 def test_a_change_of_speed_holds_until_the_next_one_and_on_its_rank_alone():
     changes = (Slowdown(rank=1, factor=1.0, step=20), Slowdown(rank=1, factor=0.5, step=10))
-    first, second = devices(LabCluster(speeds=(1.0, 1.0), slowdowns=changes))
+    first, second = LabCluster(speeds=(1.0, 1.0), slowdowns=changes).devices()
 
     def step_s(device, forward):
         return sum(device.times_s(num_samples=8, forward=forward))

@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 
 from cannikin.errors import MechanismError
-from cannikin.lab import hosts, mps
-from cannikin.lab.cluster import LabCluster
-from cannikin.lab.cpu_quota import Controller, find_controller, make_group
-from cannikin.lab.launch import choose
-from cannikin.lab.portable import Portable
-from cannikin.lab.processes import first_failure
-from cannikin.lab.settings import Exit
+from cannikin.lab.cluster import LabCluster, Slowdown
+from cannikin.lab.mechanisms import MECHANISMS, choose, hosts, mps
+from cannikin.lab.mechanisms.hosts import CpuCgroup, find_cpu_cgroup, make_group
+from cannikin.lab.mechanisms.portable import Portable
+from cannikin.lab.run_folder import Exit, first_failure
 
 THREE = LabCluster(speeds=(1.0, 0.5, 0.25))
 LINKED = LabCluster(speeds=(1.0, 0.5), link_bit_per_s=1e9)
@@ -27,6 +25,13 @@ def root_with_tools(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(hosts.sys, "platform", "linux")
     monkeypatch.setattr(hosts.shutil, "which", lambda tool: f"/sbin/{tool}")
+
+
+def test_every_mechanism_says_what_it_is_and_whether_this_machine_can_have_it():
+    assert list(MECHANISMS) == [mechanism.name for mechanism in MECHANISMS.values()]
+    for mechanism in MECHANISMS.values():
+        assert 0 < len(mechanism.summary) <= 68, "it is one line of 80 columns in the help"
+        assert mechanism.unavailable() is None or mechanism.missing(THREE) is not None
 
 
 def test_without_a_link_the_portable_mechanism_is_used():
@@ -59,8 +64,6 @@ def test_hosts_name_the_tool_that_is_missing(root_with_tools, monkeypatch):
 
 
 def test_hosts_change_no_speed_in_mid_run_by_quota(root_with_tools):
-    from cannikin.lab.cluster import Slowdown
-
     cluster = LabCluster(speeds=(1.0, 0.5), slowdowns=(Slowdown(rank=0, factor=0.5, step=5),))
     with pytest.raises(MechanismError, match="give sample_ms too"):
         choose(cluster, "hosts")
@@ -112,21 +115,21 @@ cgroup /sys/fs/cgroup/cpu,cpuacct cgroup rw,cpu,cpuacct 0 0
 
 
 def test_the_cpu_controller_is_found_by_either_version():
-    assert find_controller(MOUNTS_1) == Controller(version=1, path=Path("/sys/fs/cgroup/cpu,cpuacct"))
-    assert find_controller("cgroup2 /sys/fs/cgroup cgroup2 rw 0 0\n") == Controller(
+    assert find_cpu_cgroup(MOUNTS_1) == CpuCgroup(version=1, path=Path("/sys/fs/cgroup/cpu,cpuacct"))
+    assert find_cpu_cgroup("cgroup2 /sys/fs/cgroup cgroup2 rw 0 0\n") == CpuCgroup(
         version=2, path=Path("/sys/fs/cgroup")
     )
-    assert find_controller("proc /proc proc rw 0 0\n") is None
+    assert find_cpu_cgroup("proc /proc proc rw 0 0\n") is None
 
 
 def test_limits_are_those_of_the_version():
-    assert Controller(version=2, path=Path("/x")).limits(0.25) == [("cpu.max", "2500 10000")]
-    assert ("cpu.cfs_quota_us", "2500") in Controller(version=1, path=Path("/x")).limits(0.25)
+    assert CpuCgroup(version=2, path=Path("/x")).limits(0.25) == [("cpu.max", "2500 10000")]
+    assert ("cpu.cfs_quota_us", "2500") in CpuCgroup(version=1, path=Path("/x")).limits(0.25)
 
 
 def test_a_cpu_group_is_removed_in_the_end(tmp_path, monkeypatch):
     with ExitStack() as undo:
-        join = make_group(Controller(version=1, path=tmp_path), "group", 0.5, undo)
+        join = make_group(CpuCgroup(version=1, path=tmp_path), "group", 0.5, undo)
         assert (tmp_path / "group" / "cpu.cfs_quota_us").read_text() == "5000"
         assert join == tmp_path / "group" / "cgroup.procs"
         for file in (tmp_path / "group").iterdir():  # a real group's files go with it
@@ -136,7 +139,7 @@ def test_a_cpu_group_is_removed_in_the_end(tmp_path, monkeypatch):
 
 def test_a_controller_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(MechanismError, match=r"no cpu quota: .*give --sample-ms instead"):
-        make_group(Controller(version=1, path=tmp_path / "none"), "group", 0.5, ExitStack())
+        make_group(CpuCgroup(version=1, path=tmp_path / "none"), "group", 0.5, ExitStack())
 
 
 # MPS, with a stand-in for NVIDIA's tool that writes down how it is called

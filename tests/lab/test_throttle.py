@@ -13,11 +13,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from cannikin.lab.device import Device
+from cannikin.lab.cluster import LabDevice
 from cannikin.lab.throttle import Throttle
 
 # 10 samples take 0.1 s forward and 0.3 s backward.
-DEVICE = Device(speed=1.0, sample_s=0.04, fixed_s=0.0, forward_share=0.25)
+DEVICE = LabDevice(speed=1.0, sample_s=0.04, fixed_s=0.0, forward_share=0.25)
 FORWARD_S, BACKWARD_S = 0.1, 0.3
 
 
@@ -169,7 +169,7 @@ def test_samples_are_counted_and_outputs_found_wherever_they_are(throttle, clock
 
 def test_speed_changes_at_the_training_forward_that_was_named(clock):
     throttle = Throttle(
-        Device(speed=1.0, sample_s=0.04, fixed_s=0.0, forward_share=0.25, changes=[(2, 0.5)]),
+        LabDevice(speed=1.0, sample_s=0.04, fixed_s=0.0, forward_share=0.25, changes=[(2, 0.5)]),
         clock=clock,
         sleep=clock.sleep,
     )

@@ -8,15 +8,30 @@ from pathlib import Path
 import click
 
 from cannikin.core.planners import POLICIES
-from cannikin.lab.cluster import MECHANISMS, LabCluster, parse_link, parse_slowdown, parse_speeds
+from cannikin.lab.cluster import LabCluster, parse_link, parse_slowdown, parse_speeds
 from cannikin.lab.lab_file import load_lab_file
 from cannikin.lab.launch import launch
+from cannikin.lab.mechanisms import AUTO, MECHANISMS
 
 __all__ = ["command"]
+
+_MECHANISMS = "\n".join(f"  {name:<10}{mechanism.summary}" for name, mechanism in MECHANISMS.items())
+_HELP = f"""Run a torchrun script on a cluster of unlike ranks, made on this machine.
+
+\b
+  cannikin lab --ranks 1.0,0.5,0.25 -- train.py --epochs 3
+  cannikin lab cluster.toml --policy even -- train.py --epochs 3
+
+\b
+Mechanisms:
+{_MECHANISMS}
+  {AUTO:<10}hosts if there is a link to slow, else portable
+"""
 
 
 @click.command(
     "lab",
+    help=_HELP,
     options_metavar="[OPTIONS]",
     epilog="The exit status is that of the rank that failed first; 2 is bad input or a mechanism that cannot be had.",
 )
@@ -27,7 +42,7 @@ __all__ = ["command"]
 @click.option("--forward-share", type=float, metavar="F", help="Part of device time that is forward; a third.")
 @click.option("--slow", multiple=True, metavar="RANK:FACTOR@STEP", help="A rank changes speed; may be repeated.")
 @click.option("--link", metavar="RATE", help="Bandwidth of each rank, like 400mbit or 1gbit; needs hosts.")
-@click.option("--mechanism", type=click.Choice(MECHANISMS), help="How to make the cluster.")
+@click.option("--mechanism", type=click.Choice([AUTO, *MECHANISMS]), help="How to make the cluster.")
 @click.option("--policy", type=click.Choice(POLICIES), help="Sets CANNIKIN_POLICY, to compare a script unedited.")
 def command(
     arguments: tuple[str, ...],
@@ -40,19 +55,7 @@ def command(
     mechanism: str | None,
     policy: str | None,
 ) -> int:
-    """Run a torchrun script on a cluster of unlike ranks, made on this machine.
-
-    \b
-      cannikin lab --ranks 1.0,0.5,0.25 -- train.py --epochs 3
-      cannikin lab cluster.toml --policy even -- train.py --epochs 3
-
-    \b
-    Mechanisms:
-      portable  ranks sleep up to their device's time; needs no privileges
-      hosts     a network namespace and a torchrun for each rank; needs root
-      mps       shares of one NVIDIA GPU
-      auto      hosts if there is a link to slow, else portable
-    """
+    """Run the script and return its exit status."""
     cluster, named, script = _described(arguments, ranks)
     changes = {
         "sample_s": None if sample_ms is None else sample_ms / 1e3,
@@ -67,12 +70,12 @@ def command(
 
 
 def _described(arguments: tuple[str, ...], ranks: str | None) -> tuple[LabCluster, str, tuple[str, ...]]:
-    """The cluster, the mechanism its file names, and the script: with --ranks, all arguments are the script's."""
+    """Return the cluster, the mechanism its file names, and the script: with --ranks, that is all arguments."""
     is_file = bool(arguments) and Path(arguments[0]).suffix == ".toml"
     if ranks is not None and is_file:
         raise click.UsageError(f"give either --ranks or {arguments[0]}, not both")
     if ranks is not None:
-        return LabCluster(speeds=parse_speeds(ranks)), "auto", arguments
+        return LabCluster(speeds=parse_speeds(ranks)), AUTO, arguments
     if not is_file:
         raise click.UsageError("say what the cluster is: --ranks 1.0,0.5,0.25 or a file ending in .toml")
     described = load_lab_file(arguments[0])

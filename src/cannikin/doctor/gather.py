@@ -14,10 +14,7 @@ from cannikin.doctor.facts import CpuFacts, Facts, MemoryFacts
 from cannikin.doctor.gpus import ask_driver, mps_runs
 from cannikin.doctor.loopback import measure
 from cannikin.doctor.torch_facts import ask_torch
-from cannikin.lab.cluster import LabCluster
-from cannikin.lab.hosts import Hosts
-from cannikin.lab.mps import Mps
-from cannikin.lab.portable import Portable
+from cannikin.lab.mechanisms import MECHANISMS
 
 __all__ = ["gather", "relevant_environment"]
 
@@ -63,7 +60,7 @@ def gather(*, quick: bool = False) -> Facts:
         host_resolves=within(_LIMIT_S, lambda: host.resolves(hostname), False),
         master_resolves=None if not master else within(_LIMIT_S, lambda: host.resolves(master), False),
         environment=environment,
-        mechanisms=_mechanisms(),
+        mechanisms={name: mechanism.unavailable() for name, mechanism in MECHANISMS.items()},
         loopback=measure() if can_reduce and not quick else None,
     )
 
@@ -88,11 +85,3 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _mechanisms() -> dict[str, str | None]:
-    """Why each mechanism cannot make a cluster that it is for."""
-    speeds = (1.0, 0.5)
-    plain = LabCluster(speeds=speeds)
-    linked = LabCluster(speeds=speeds, link_bit_per_s=1e9, sample_s=1e-3)
-    return {"portable": Portable().missing(plain), "hosts": Hosts().missing(linked), "mps": Mps().missing(plain)}

@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from cannikin.lab.settings import FOLDER, note_deaths
+from cannikin.lab.run_folder import FOLDER, note_deaths
 
 __all__ = ["main"]
 

@@ -1,4 +1,8 @@
-"""What a lab cluster is like: its ranks' speeds, their device time for a sample, the link between them."""
+"""What a lab cluster is like: its ranks' speeds, the device that each rank pretends to be, the link between them.
+
+forward of b samples    f (t_0 + t b / v(k))            f  forward share    t    device time of a sample
+backward          (1 - f) (t_0 + t b / v(k))            t_0  fixed time     v(k) speed at training forward k
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,22 @@ import math
 import re
 from dataclasses import dataclass
 
+import msgspec
+
 from cannikin.errors import InvalidInputError
 
-__all__ = ["MAX_RANKS", "MECHANISMS", "LabCluster", "Slowdown", "parse_link", "parse_slowdown", "parse_speeds"]
+__all__ = [
+    "DEFAULT_SAMPLE_S",
+    "MAX_RANKS",
+    "LabCluster",
+    "LabDevice",
+    "Slowdown",
+    "parse_link",
+    "parse_slowdown",
+    "parse_speeds",
+]
 
-MECHANISMS = ("auto", "portable", "hosts", "mps")
+DEFAULT_SAMPLE_S = 1e-3
 MAX_RANKS = 64  # processes on one machine
 SPEEDS = (1e-3, 1e3)
 _LINK_BIT_PER_S = (1e5, 1e12)
@@ -32,16 +47,40 @@ class Slowdown:
             raise InvalidInputError(f"slow: factor {self.factor:g} must be from {SPEEDS[0]:g} to {SPEEDS[1]:g}")
 
 
+class LabDevice(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's device; `changes` are (training forward, factor on the speed) in order, the last one reached counts.
+
+    Example:
+        >>> device = LabDevice(speed=0.5, sample_s=1e-3, fixed_s=0.0, forward_share=0.25, changes=[(100, 0.5)])
+        >>> device.times_s(num_samples=10, forward=0)
+        (0.005, 0.015)
+        >>> device.times_s(num_samples=10, forward=100)
+        (0.01, 0.03)
+    """
+
+    speed: float
+    sample_s: float
+    fixed_s: float
+    forward_share: float
+    changes: list[tuple[int, float]] = []
+
+    def times_s(self, *, num_samples: int, forward: int) -> tuple[float, float]:
+        """Return the seconds of forward and of backward of `num_samples`, in training forward number `forward`."""
+        factor = next((factor for step, factor in reversed(self.changes) if step <= forward), 1.0)
+        total_s = self.fixed_s + self.sample_s * num_samples / (self.speed * factor)
+        return total_s * self.forward_share, total_s * (1 - self.forward_share)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LabCluster:
     """A cluster to be made on this machine.
 
-    A training step of b samples takes a rank of speed v  fixed_s + sample_s b / v , of which the `forward_share` is
-    forward and the rest backward.
+    A training step of b samples takes a rank of speed v  fixed_s + sample_s b / v ; the `forward_share` of that is
+    forward, the rest is backward.
 
     Args:
-        speeds: v of each rank, relative to one another; 1 is the device that `sample_s` is of.
-        names: of each rank, for people.
+        speeds: v of each rank, relative to one another; a device of speed 1 takes `sample_s` for a sample.
+        names: each rank's name, for people.
         sample_s: device time of one sample in forward and backward together; None leaves it to the mechanism.
         fixed_s: device time of a step that neither the batch nor the speed changes.
         forward_share: part of the device time that is forward.
@@ -79,12 +118,25 @@ class LabCluster:
 
     @property
     def num_ranks(self) -> int:
-        """n."""
+        """Return n."""
         return len(self.speeds)
+
+    def devices(self) -> list[LabDevice]:
+        """Return the device of each rank, with the default `sample_s` where the cluster has none."""
+        return [
+            LabDevice(
+                speed=speed,
+                sample_s=DEFAULT_SAMPLE_S if self.sample_s is None else self.sample_s,
+                fixed_s=self.fixed_s,
+                forward_share=self.forward_share,
+                changes=sorted((slow.step, slow.factor) for slow in self.slowdowns if slow.rank == rank),
+            )
+            for rank, speed in enumerate(self.speeds)
+        ]
 
 
 def parse_speeds(text: str) -> tuple[float, ...]:
-    """Speeds of ranks from a list with commas.
+    """Read the speeds of ranks from a list with commas.
 
     Example:
         >>> parse_speeds("1.0,0.5,0.25")
@@ -94,7 +146,7 @@ def parse_speeds(text: str) -> tuple[float, ...]:
 
 
 def parse_link(text: str) -> float:
-    """Bandwidth in bit/s, as `tc` writes it.
+    """Read a bandwidth as `tc` writes it, in bit/s.
 
     Example:
         >>> parse_link("1gbit"), parse_link("2.5 Mbit")
@@ -107,7 +159,7 @@ def parse_link(text: str) -> float:
 
 
 def parse_slowdown(text: str) -> Slowdown:
-    """A change of speed, RANK:FACTOR@STEP.
+    """Read a change of speed, RANK:FACTOR@STEP.
 
     Example:
         >>> parse_slowdown("1:0.5@100")

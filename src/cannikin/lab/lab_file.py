@@ -1,6 +1,6 @@
 """Reads a lab cluster from TOML, times in milliseconds. A key nobody knows is an error; all but `[[rank]]` is optional.
 
-mechanism = "auto"      # portable, hosts or mps
+mechanism = "auto"      # or a name that `cannikin lab --help` lists
 link = "1gbit"          # bandwidth of each rank; needs hosts
 sample_ms = 1.0         # device time of one sample on a rank of speed 1, forward and backward
 fixed_ms = 0.0          # device time of a step whatever the batch and the speed
@@ -26,7 +26,8 @@ from typing import Annotated
 import msgspec
 
 from cannikin.errors import ClusterFileError
-from cannikin.lab.cluster import MAX_RANKS, MECHANISMS, LabCluster, Slowdown, parse_link
+from cannikin.lab.cluster import MAX_RANKS, LabCluster, Slowdown, parse_link
+from cannikin.lab.mechanisms import AUTO, MECHANISMS
 from cannikin.toml_files import limit, naming, read_toml
 
 __all__ = ["LabFile", "load_lab_file"]
@@ -48,7 +49,7 @@ class _SlowTable(msgspec.Struct, frozen=True):
 
 class _LabTable(msgspec.Struct, frozen=True):
     rank: list[_RankTable]
-    mechanism: str = "auto"
+    mechanism: str = AUTO
     link: str | None = None
     sample_ms: float | None = None
     fixed_ms: float = 0.0
@@ -78,8 +79,9 @@ def load_lab_file(path: str | os.PathLike[str]) -> LabFile:
 
 
 def _build(table: _LabTable) -> LabFile:
-    if table.mechanism not in MECHANISMS:
-        raise ClusterFileError(f"mechanism is {table.mechanism!r}: choose one of {', '.join(MECHANISMS)}")
+    names = (AUTO, *MECHANISMS)
+    if table.mechanism not in names:
+        raise ClusterFileError(f"mechanism is {table.mechanism!r}: choose one of {', '.join(names)}")
     kinds = [(f"rank{i}" if rank.name is None else rank.name, rank) for i, rank in enumerate(table.rank)]
     cluster = LabCluster(
         speeds=tuple(rank.speed for _, rank in kinds for _ in range(rank.count)),

@@ -1,4 +1,4 @@
-"""Runs a script on a lab cluster: chooses the mechanism, makes the cluster, starts torchrun, and cleans up."""
+"""Runs a script on a lab cluster: has the mechanism make the cluster, runs torchrun on it, and cleans up."""
 
 from __future__ import annotations
 
@@ -11,42 +11,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
 
-from cannikin.errors import InvalidInputError, MechanismError
+from cannikin.errors import InvalidInputError
 from cannikin.lab.cluster import LabCluster
-from cannikin.lab.hosts import Hosts
-from cannikin.lab.mechanism import Mechanism
-from cannikin.lab.mps import Mps
-from cannikin.lab.output import Outputs
-from cannikin.lab.portable import Portable
-from cannikin.lab.processes import first_failure, interruptible, run_agents
-from cannikin.lab.settings import exits, write_settings
+from cannikin.lab.mechanisms import AUTO, Mechanism, choose
+from cannikin.lab.processes import Outputs, interruptible, run_agents
+from cannikin.lab.run_folder import exits, first_failure, write_settings
 
-__all__ = ["choose", "launch"]
-
-
-def choose(cluster: LabCluster, name: str = "auto") -> tuple[Mechanism, str]:
-    """The mechanism of this name, or the one that suits the cluster, and why.
-
-    Raises:
-        MechanismError: it cannot make this cluster on this machine.
-    """
-    known: dict[str, Mechanism] = {"portable": Portable(), "hosts": Hosts(), "mps": Mps()}
-    reason = "as asked"
-    if name == "auto":
-        name = "portable" if cluster.link_bit_per_s is None else "hosts"
-        reason = "needs no privileges" if name == "portable" else "a link asks for it"
-    mechanism = known[name]
-    missing = mechanism.missing(cluster)
-    if missing is not None:
-        raise MechanismError(f"the {name} mechanism ({reason}) cannot make this cluster: {missing}")
-    return mechanism, reason
+__all__ = ["launch"]
 
 
 def launch(
     cluster: LabCluster,
     script: Sequence[str],
     *,
-    mechanism: str = "auto",
+    mechanism: str = AUTO,
     environment: Mapping[str, str] | None = None,
     out: IO[bytes] | None = None,
     err: IO[bytes] | None = None,
@@ -56,9 +34,9 @@ def launch(
     Args:
         cluster: what to make of this machine.
         script: a Python file, or `-m` and a module, and its arguments.
-        mechanism: "auto", "portable", "hosts" or "mps".
+        mechanism: a name in `MECHANISMS`, or "auto" for the one that suits the cluster.
         environment: added to this process's own for the ranks.
-        out, err: where the ranks' lines go, the process's own streams where left out; our own words go to `err`.
+        out, err: where the ranks' lines go, by default this process's own streams; the lab's own lines go to `err`.
     """
     out, err = out or sys.stdout.buffer, err or sys.stderr.buffer
     _check_script(script)
@@ -122,7 +100,7 @@ def _say(err: IO[bytes], text: str) -> None:
 
 
 def _open_pipes(outputs: Outputs, folder: Path, num_ranks: int, out: IO[bytes], err: IO[bytes]) -> None:
-    """Named pipes for the ranks' output; ours for writing too, so that they have no end before we close them."""
+    """Make named pipes for the ranks' output, open for writing here too: so they have no end before we close them."""
     for rank in range(num_ranks):
         for name, stream in (("out", out), ("err", err)):
             path = folder / f"rank{rank}.{name}"

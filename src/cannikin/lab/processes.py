@@ -1,8 +1,12 @@
-"""The agents' processes and everything that descends from them: started, watched, and gone at the end."""
+"""The agents' processes and all that descend from them: started, watched, their output passed on, gone at the end.
+
+The output of all processes goes into one stream, in whole lines, each with a prefix that says whose it is.
+"""
 
 from __future__ import annotations
 
 import os
+import selectors
 import signal
 import subprocess
 import threading
@@ -13,15 +17,14 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from cannikin.lab.mechanism import Agent
-from cannikin.lab.output import Outputs
-from cannikin.lab.settings import FOLDER, Exit
+from cannikin.lab.run_folder import FOLDER, Agent
 
-__all__ = ["Interruption", "first_failure", "interruptible", "run_agents"]
+__all__ = ["Interruption", "Lines", "Outputs", "interruptible", "run_agents"]
 
 _POLL_S = 0.1
 _GRACE_S = 5.0  # for ranks to end by themselves, once told to
 _LAST_WORDS_S = 0.5  # for the other ranks' messages, once one has failed
+_LONGEST_LINE = 65536  # bytes; a longer line is cut
 
 
 class Interruption:
@@ -31,7 +34,7 @@ class Interruption:
         self.signal: int | None = None
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """A signal handler: only writes it down, so that no set-up is cut in half."""
+        """Handle a signal: only write it down, so that no set-up is cut in half."""
         self.signal = self.signal or number
 
 
@@ -96,7 +99,7 @@ def run_agents(
 
 
 def _settled(running: Sequence[subprocess.Popen[bytes]]) -> bool:
-    """Whether one has failed, or all have ended."""
+    """Tell whether one has failed, or all have ended."""
     statuses = [process.poll() for process in running]
     return any(statuses) or None not in statuses
 
@@ -105,11 +108,11 @@ def _wait(running: Sequence[subprocess.Popen[bytes]], limit_s: float, outputs: O
     end_s = time.monotonic() + limit_s
     while any(process.poll() is None for process in running) and time.monotonic() < end_s:
         outputs.pump(_POLL_S)
-        time.sleep(_POLL_S / 10)  # where nothing is open any more
+        time.sleep(_POLL_S / 10)  # pump does not wait once every stream is closed
 
 
 def _kill(running: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
-    """Kill what is left: the agents' sessions, and whatever else carries the run's mark, such as loader workers."""
+    """Kill the processes left: the agents' sessions, and all others with the run's mark, such as loader workers."""
     for process in running:
         if process.poll() is None:
             with suppress(ProcessLookupError):
@@ -125,7 +128,7 @@ def _kill(running: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
 
 
 def _marked(folder: Path) -> list[int]:
-    """Processes whose environment names the run's folder; none are found where there is no /proc."""
+    """Return the processes whose environment names the run's folder; none where there is no /proc."""
     mark = f"{FOLDER}={folder}".encode()
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
@@ -135,21 +138,83 @@ def _marked(folder: Path) -> list[int]:
     return found
 
 
-def first_failure(exits: Sequence[Exit]) -> tuple[int, int] | None:
-    """The rank whose failure came first, and the status to pass on: its own, or 128 and the number of its signal.
+# Output of several processes in one stream: whole lines, each with a prefix that says whose it is.
 
-    A rank that a signal kills leaves no time. Others fail in its wake, so it comes first; but SIGABRT is how gloo ends
-    when its peer is gone, and SIGTERM is the agent's own doing. Ranks that exit by themselves say when.
+
+class Lines:
+    """Cuts a stream of bytes into whole lines with a prefix.
+
+    Example:
+        >>> lines = Lines("[rank 1] ")
+        >>> lines.feed(b"epoch 1\\nep"), lines.feed(b"och 2\\n"), lines.rest()
+        (b'[rank 1] epoch 1\\n', b'[rank 1] epoch 2\\n', b'')
     """
 
-    def order(item: Exit) -> tuple[int, float]:
-        if item.at_s is not None:
-            return 1, item.at_s
-        quiet = {-signal.SIGABRT: 2, -signal.SIGTERM: 4}
-        return quiet.get(item.status, 0 if item.status < 0 else 3), 0.0
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix.encode()
+        self._held = b""
 
-    failed = [item for item in exits if item.status != 0]
-    if not failed:
-        return None
-    first = min(failed, key=order)
-    return first.rank, first.status if first.status > 0 else 128 - first.status
+    def feed(self, data: bytes) -> bytes:
+        """Return the lines that these bytes complete."""
+        *whole, self._held = (self._held + data).split(b"\n")
+        if len(self._held) > _LONGEST_LINE:
+            whole.append(self._held)
+            self._held = b""
+        return b"".join(self._shown(line) for line in whole)
+
+    def rest(self) -> bytes:
+        """Return the last line, where it has no end."""
+        held, self._held = self._held, b""
+        return self._shown(held) if held else b""
+
+    def _shown(self, line: bytes) -> bytes:
+        """Return what a terminal would show in the end: the last state of a progress bar that overwrites itself."""
+        return self._prefix + line.rstrip(b"\r").rpartition(b"\r")[2] + b"\n"
+
+
+class Outputs:
+    """Reads many descriptors and writes their lines to the streams they belong to."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+
+    def add(self, descriptor: int, prefix: str, stream: IO[bytes]) -> None:
+        """Pass on what comes from this descriptor, and close it in the end."""
+        os.set_blocking(descriptor, False)
+        self._selector.register(descriptor, selectors.EVENT_READ, (Lines(prefix), stream))
+
+    def pump(self, timeout_s: float) -> bool:
+        """Wait at most `timeout_s` for output and pass it on; return whether there was any."""
+        if not self._selector.get_map():
+            return False
+        found = False
+        for key, _ in self._selector.select(timeout_s):
+            lines, stream = key.data
+            data = b""
+            with suppress(BlockingIOError):
+                data = os.read(key.fd, 65536)
+                if not data:  # every writer is gone
+                    self._finish(key.fd, lines, stream)
+            if data:
+                found = True
+                _write(stream, lines.feed(data))
+        return found
+
+    def close(self) -> None:
+        """Pass on the remaining output, and close every descriptor."""
+        while self.pump(0):
+            pass
+        for key in list(self._selector.get_map().values()):
+            self._finish(key.fd, *key.data)
+        self._selector.close()
+
+    def _finish(self, descriptor: int, lines: Lines, stream: IO[bytes]) -> None:
+        self._selector.unregister(descriptor)
+        os.close(descriptor)
+        _write(stream, lines.rest())
+
+
+def _write(stream: IO[bytes], data: bytes) -> None:
+    if data:
+        stream.write(data)
+        stream.flush()

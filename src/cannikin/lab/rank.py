@@ -11,7 +11,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from cannikin.lab.settings import FOLDER, HOST, RankSettings, note_exit, read_settings
+from cannikin.lab.run_folder import FOLDER, HOST, RankSettings, note_exit, read_settings
 
 __all__ = ["main"]
 

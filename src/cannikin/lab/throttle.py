@@ -23,13 +23,44 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from cannikin.lab.device import Device, Pace
+from cannikin.lab.cluster import LabDevice
 
-__all__ = ["Throttle"]
+__all__ = ["Pace", "Throttle"]
 
+# A shorter rest is left out: the next stretch, or the next step, is not late by it, and a sleep overshoots by as much.
+_SHORTEST_SLEEP_S = 1e-4
 # Real work is judged over these training forwards; before them DDP rebuilds buckets and allocators warm up.
 _JUDGED = range(5, 25)
 _MOST_WORK = 1 / 3
+
+
+class Pace:
+    """A stretch of time that lasts as long as the device would take: real work counts, and sleep fills the rest.
+
+    Places in the stretch are absolute, so that what one sleep overshoots the next one makes good.
+    """
+
+    def __init__(self, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
+        self._clock = clock
+        self._sleep = sleep
+        self._start_s = clock()
+        self._end_s = self._start_s
+        self.budget_s = 0.0
+        self.slept_s = 0.0
+
+    def reach(self, share: float = 1.0) -> None:
+        """Sleep until this share of the budget has passed since the stretch began; not at all if it already has."""
+        rest_s = self._start_s + self.budget_s * share - self._clock()
+        if rest_s > _SHORTEST_SLEEP_S:
+            before_s = self._clock()
+            self._sleep(rest_s)
+            self.slept_s += self._clock() - before_s
+        self._end_s = self._clock()
+
+    @property
+    def work_s(self) -> float:
+        """Return the time up to the last place reached that was not slept: real work."""
+        return self._end_s - self._start_s - self.slept_s
 
 
 class Throttle:
@@ -37,7 +68,7 @@ class Throttle:
 
     def __init__(
         self,
-        device: Device,
+        device: LabDevice,
         *,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,

@@ -15,8 +15,7 @@ from pathlib import Path
 
 from cannikin.errors import MechanismError
 from cannikin.lab.cluster import LabCluster
-from cannikin.lab.mechanism import Agent, Layout, agent_command
-from cannikin.lab.settings import RankSettings
+from cannikin.lab.run_folder import Agent, Layout, RankSettings, agent_command
 
 __all__ = ["Mps", "shares_percent"]
 
@@ -27,26 +26,31 @@ class Mps:
     """Shares of one GPU in proportion to the speeds."""
 
     name = "mps"
+    summary = "shares of one NVIDIA GPU"
 
-    def missing(self, cluster: LabCluster) -> str | None:
-        """MPS's own tool and a GPU are needed; links and changes of speed are not to be had."""
-        if cluster.link_bit_per_s is not None:
-            return "it cannot slow a link: use --mechanism hosts, or leave --link out"
-        if cluster.slowdowns or cluster.sample_s is not None:
-            return "a GPU's own time is what it takes: leave sample_ms and slow out, or use --mechanism portable"
+    def unavailable(self) -> str | None:
+        """Ask for MPS's own tool and a GPU."""
         if shutil.which(_CONTROL) is None:
             return f"{_CONTROL} is not on the path: it comes with NVIDIA's driver"
         if not Path("/dev/nvidiactl").exists():
             return "there is no NVIDIA GPU here"
         return None
 
+    def missing(self, cluster: LabCluster) -> str | None:
+        """Refuse links, device times and changes of speed."""
+        if cluster.link_bit_per_s is not None:
+            return "it cannot slow a link: use --mechanism hosts, or leave --link out"
+        if cluster.slowdowns or cluster.sample_s is not None:
+            return "a GPU's own time is what it takes: leave sample_ms and slow out, or use --mechanism portable"
+        return self.unavailable()
+
     def words(self, cluster: LabCluster) -> str:
-        """The shares."""
+        """Say which share of the GPU each rank has."""
         shares = ", ".join(f"{share}%" for share in shares_percent(cluster.speeds))
         return f"ranks have {shares} of one GPU's multiprocessors, LOCAL_RANK is 0 and CANNIKIN_BACKEND gloo"
 
     def set_up(self, cluster: LabCluster, folder: Path, undo: ExitStack) -> Layout:
-        """Start a daemon of our own, to be stopped at the end."""
+        """Start a daemon of our own, which is stopped at the end."""
         device = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0] or "0"
         directories = {
             "CUDA_MPS_PIPE_DIRECTORY": str(folder / "mps-pipe"),
@@ -72,7 +76,7 @@ class Mps:
 
 
 def shares_percent(speeds: tuple[float, ...]) -> list[int]:
-    """Whole percents of one GPU: the speeds themselves where they fit on it together, else in proportion to them.
+    """Return whole percents of one GPU: the speeds themselves where together they fit on it, else in proportion.
 
     Example:
         >>> shares_percent((0.6, 0.25, 0.12))
@@ -85,7 +89,7 @@ def shares_percent(speeds: tuple[float, ...]) -> list[int]:
 
 
 def _control(environment: dict[str, str], text: str | None, *options: str) -> subprocess.CompletedProcess[str]:
-    """One call of MPS's tool; in a session of its own, so that the terminal's interrupt does not end the daemon."""
+    """Call MPS's tool once; in a session of its own, so that the terminal's interrupt does not end the daemon."""
     return subprocess.run(
         [_CONTROL, *options],
         input=text,

@@ -5,10 +5,8 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
-from cannikin.lab.cluster import LabCluster
-from cannikin.lab.device import DEFAULT_SAMPLE_S, devices
-from cannikin.lab.mechanism import Agent, Layout, agent_command
-from cannikin.lab.settings import RankSettings
+from cannikin.lab.cluster import DEFAULT_SAMPLE_S, LabCluster
+from cannikin.lab.run_folder import Agent, Layout, RankSettings, agent_command
 
 __all__ = ["Portable"]
 
@@ -17,23 +15,28 @@ class Portable:
     """Ranks that sleep up to their device's time in forward and backward."""
 
     name = "portable"
+    summary = "ranks sleep up to their device's time; needs no privileges"
+
+    def unavailable(self) -> str | None:
+        """Ask for nothing."""
+        return None
 
     def missing(self, cluster: LabCluster) -> str | None:
-        """A link cannot be slowed without privileges."""
+        """Refuse a link: it cannot be slowed without privileges."""
         if cluster.link_bit_per_s is None:
             return None
         return "it cannot slow a link: use --mechanism hosts, as root on Linux, or leave --link out"
 
     def words(self, cluster: LabCluster) -> str:
-        """Where speeds come from."""
+        """Say where speeds come from."""
         sample_s = DEFAULT_SAMPLE_S if cluster.sample_s is None else cluster.sample_s
-        return f"ranks sleep up to {sample_s * 1e3:g} ms a sample over their speed"
+        return f"ranks sleep up to {sample_s * 1e3:g} ms per sample over their speed"
 
     def set_up(self, cluster: LabCluster, folder: Path, undo: ExitStack) -> Layout:
-        """Nothing has to be made."""
+        """Make nothing; describe one torchrun and the ranks' devices."""
         command = agent_command("0", folder, "--standalone", f"--nproc-per-node={cluster.num_ranks}")
         ranks = [
             RankSettings(device=device, environment={"CANNIKIN_DEVICE": f"lab device of speed {device.speed:g}"})
-            for device in devices(cluster)
+            for device in cluster.devices()
         ]
         return Layout(agents=[Agent(name="0", command=command)], ranks=ranks)

@@ -1,0 +1,134 @@
+"""What the launcher tells the agents and the ranks, and what it hears back through files in the folder of the run.
+
+settings.json           what each rank is to be
+rank1.out, rank1.err    pipes for the rank's output
+rank1.exit              the rank's exit status and when it ended, by its own account
+agent-0.json            what an agent saw its ranks die of
+
+An agent is one torchrun (`cannikin.lab.agent`), which starts one or more ranks (`cannikin.lab.rank`).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from cannikin.lab.cluster import LabDevice
+
+__all__ = [
+    "FOLDER",
+    "HOST",
+    "Agent",
+    "Exit",
+    "Layout",
+    "RankSettings",
+    "agent_command",
+    "exits",
+    "first_failure",
+    "note_deaths",
+    "note_exit",
+    "read_settings",
+    "write_settings",
+]
+
+FOLDER = "CANNIKIN_LAB_DIR"  # in the environment of every process of the run, which is found by it
+HOST = "CANNIKIN_LAB_HOST"  # number of the agent, where each rank has one of its own
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agent:
+    """One torchrun to start: its command without the script, and what to add to its environment."""
+
+    name: str
+    command: list[str]
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank is to be: the device it pretends to be, None for none, and what to change in its environment."""
+
+    device: LabDevice | None = None
+    environment: dict[str, str] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The cluster as a mechanism has made it: the agents to start, and what each rank is told."""
+
+    agents: list[Agent]
+    ranks: list[RankSettings]
+
+
+class Exit(msgspec.Struct, frozen=True, kw_only=True):
+    """How a rank ended: its own status (negative: a signal), and when on the machine's clock, None where not known."""
+
+    rank: int
+    status: int
+    at_s: float | None = None
+
+
+def agent_command(name: str, folder: Path, *options: str) -> list[str]:
+    """Return the command of an agent with these options of torchrun; its files go to the folder, the script follows."""
+    torchrun = [f"--log-dir={folder / 'torchrun'}", *options]
+    return [sys.executable, "-m", "cannikin.lab.agent", name, *torchrun, "-m", "cannikin.lab.rank"]
+
+
+def write_settings(folder: Path, ranks: list[RankSettings]) -> None:
+    """Leave the ranks' settings in the folder."""
+    (folder / "settings.json").write_bytes(msgspec.json.encode(ranks))
+
+
+def read_settings(folder: Path, rank: int) -> RankSettings:
+    """Return the settings of this rank."""
+    ranks = msgspec.json.decode((folder / "settings.json").read_bytes(), type=list[RankSettings])
+    return ranks[rank]
+
+
+def note_exit(folder: Path, rank: int, status: int) -> None:
+    """Note that a rank is about to end with this status."""
+    _write(folder / f"rank{rank}.exit", [Exit(rank=rank, status=status, at_s=time.monotonic())])
+
+
+def note_deaths(folder: Path, agent: str, statuses: dict[int, int]) -> None:
+    """Note that an agent saw ranks end with these statuses, by rank."""
+    _write(folder / f"agent-{agent}.json", [Exit(rank=rank, status=status) for rank, status in statuses.items()])
+
+
+def exits(folder: Path) -> list[Exit]:
+    """Return everything that ranks and agents have noted."""
+    files = sorted([*folder.glob("rank*.exit"), *folder.glob("agent-*.json")])
+    return [item for file in files for item in msgspec.json.decode(file.read_bytes(), type=list[Exit])]
+
+
+def first_failure(exits: Sequence[Exit]) -> tuple[int, int] | None:
+    """Return the rank that failed first, and the status to pass on: its own, or 128 and the number of its signal.
+
+    A rank that a signal kills cannot note when. Other ranks fail in its wake, so it comes first; but SIGABRT is how
+    gloo ends when its peer is gone, and SIGTERM is the agent's own doing. Ranks that exit by themselves note when.
+    """
+
+    def order(item: Exit) -> tuple[int, float]:
+        if item.at_s is not None:
+            return 1, item.at_s
+        quiet = {-signal.SIGABRT: 2, -signal.SIGTERM: 4}
+        return quiet.get(item.status, 0 if item.status < 0 else 3), 0.0
+
+    failed = [item for item in exits if item.status != 0]
+    if not failed:
+        return None
+    first = min(failed, key=order)
+    return first.rank, first.status if first.status > 0 else 128 - first.status
+
+
+def _write(path: Path, items: list[Exit]) -> None:
+    """Write the file in one piece, since the process may be killed at any time."""
+    unfinished = path.with_suffix(".part")
+    unfinished.write_bytes(msgspec.json.encode(items))
+    os.replace(unfinished, path)
