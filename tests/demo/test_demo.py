@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from cannikin.cli import main
-from cannikin.demo.settings import DEFAULT_POLICIES, SPEEDS, TASKS, quick
-from cannikin.demo.show import Bars, RankLines, results_table
+from cannikin.demo.comparison import Bars, RankLines, results_table
+from cannikin.demo.tasks import DEFAULT_POLICIES, SPEEDS, TASKS, quick
 from cannikin.runlog import Header, JobInfo, RankInfo, RunLogWriter, WindowRecord, read_runlog
 
 RESULT = {
@@ -55,7 +55,7 @@ def test_the_table_has_the_fastest_first_and_says_what_the_ranks_were():
     assert "not reached" in text
 
 
-def test_without_a_terminal_there_is_one_line_a_policy(capsys):
+def test_without_a_terminal_there_is_one_line_per_policy(capsys):
     console = Console(width=200, force_terminal=False)
     with Bars(TASKS["digits"], ["even"], console) as bars:
         bars.update(
@@ -167,7 +167,7 @@ def test_a_policy_that_is_done_keeps_its_bar_and_the_next_ones_panel_comes(tmp_p
     console = Console(width=100, height=40, file=io.StringIO(), force_terminal=True)
     with Bars(TASKS["digits"], ["even", "cannikin"], console, tmp_path) as bars:
         bars.update(RESULT)
-        drawn = shown(bars._drawn())
+        drawn = shown(bars.drawn())
         assert "97.5% in 12.0 s" in drawn
         assert "second device" in drawn
         bars.update({**RESULT, "policy": "cannikin"})
@@ -181,4 +181,4 @@ def test_before_the_first_steps_and_with_a_foreign_log_there_are_only_bars(tmp_p
     (tmp_path / "cannikin" / "runlog.jsonl").write_text("something else\n")
     for policy in ("even", "cannikin"):
         with Bars(TASKS["digits"], [policy], console, tmp_path) as bars:
-            assert "step time" not in shown(bars._drawn())
+            assert "step time" not in shown(bars.drawn())

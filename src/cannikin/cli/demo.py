@@ -10,8 +10,8 @@ import click
 from rich.console import Console
 
 from cannikin.core.planners import POLICIES
-from cannikin.demo.run import SUMMARY_NAME, run_demo
-from cannikin.demo.settings import DEFAULT_POLICIES, SPEEDS, TASKS, quick
+from cannikin.demo.comparison import SUMMARY_NAME, run_demo
+from cannikin.demo.tasks import DEFAULT_POLICIES, SPEEDS, TASKS, quick
 from cannikin.errors import CannikinError
 from cannikin.lab.cluster import parse_speeds
 from cannikin.report.write import write_report

@@ -1,24 +1,31 @@
 """What every rank of the demonstration runs: the task under each policy in turn, `python -m cannikin.demo.train`.
 
-Rank 0 prints one JSON object a line: `progress` now and then, `result` once a policy is done.
+Rank 0 prints one JSON object per line: `progress` after an evaluation, `result` once a policy is done. Data and
+network are small enough for two cores, and real enough to learn something.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
+import io
 import json
+import lzma
 import statistics
 import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn import functional
+from torch.utils.data import TensorDataset
 
-from cannikin.demo.data import load_data, make_network
-from cannikin.demo.settings import Task
+from cannikin.demo.tasks import FASHION_MNIST_FILES, Task, check_folder
+from cannikin.errors import InvalidInputError
 from cannikin.runtime.data import HeteroDataLoader
 from cannikin.runtime.parallel import HeteroDataParallel
 
@@ -49,7 +56,7 @@ class Run:
         self.curve: list[tuple[float, int, float]] = []  # seconds, samples, accuracy
 
     def train(self) -> dict[str, Any]:
-        """Until the target is reached, or the passes are used up."""
+        """Train until the target is reached or the passes are used up; return what came of it."""
         while not self._is_done():
             began = time.perf_counter()
             for images, labels in self.loader:
@@ -70,7 +77,7 @@ class Run:
         return self.accuracy >= self.task.target or self.model.progress * self.task.batch_size > self.most_samples
 
     def _count(self, seconds: float) -> None:
-        """A step was taken."""
+        """Count a step that was taken."""
         self.seconds += seconds
         self.step_seconds.append(seconds)
         entry, plan = self.model.engine.current_entry, self.model.plan
@@ -81,7 +88,7 @@ class Run:
             self.totals.append((len(self.step_seconds), plan.total_batch))
 
     def _evaluate(self) -> None:
-        """Accuracy on the test set, by rank 0, for all."""
+        """Have rank 0 measure the accuracy on the test set, for all ranks."""
         score = torch.zeros(1)
         if dist.get_rank() == 0:
             self.model.eval()
@@ -113,6 +120,78 @@ class Run:
             "total_batches": self.totals,
             "curve": self.curve,
         }
+
+
+# Data and networks.
+
+
+def load_data(dataset: str, folder: Path | None) -> tuple[TensorDataset, torch.Tensor, torch.Tensor]:
+    """Return the training samples, and the images and labels of the test set.
+
+    Args:
+        dataset: "digits", which scikit-learn brings, or "fashion-mnist".
+        folder: where Fashion-MNIST is: its four original .gz files, or images.npy.xz and labels.npz.
+    """
+    if dataset == "digits":
+        return _digits()
+    check_folder(dataset, folder)
+    assert folder is not None
+    return _fashion_mnist(folder)
+
+
+def _digits() -> tuple[TensorDataset, torch.Tensor, torch.Tensor]:
+    """Return scikit-learn's 1,797 handwritten digits of 8x8 pixels, every fifth of them for the test."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise InvalidInputError("the demonstration needs scikit-learn: pip install 'cannikin[demo]'") from error
+    digits: Any = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16 - 0.5
+    labels = torch.tensor(digits.target)
+    test = torch.arange(len(labels)) % 5 == 0
+    return TensorDataset(images[~test], labels[~test]), images[test], labels[test]
+
+
+def _fashion_mnist(folder: Path) -> tuple[TensorDataset, torch.Tensor, torch.Tensor]:
+    compact = folder / FASHION_MNIST_FILES[0]
+    if compact.exists():
+        with lzma.open(compact) as file:
+            images = np.load(io.BytesIO(file.read()))
+        saved = np.load(folder / "labels.npz")
+        labels = np.concatenate([saved["train"], saved["test"]])
+    else:
+        images = np.concatenate([_idx(folder / f"{part}-images-idx3-ubyte.gz") for part in ("train", "t10k")])
+        labels = np.concatenate([_idx(folder / f"{part}-labels-idx1-ubyte.gz") for part in ("train", "t10k")])
+    pixels = torch.from_numpy(images).float().unsqueeze(1) / 255 - 0.3
+    classes = torch.from_numpy(labels).long()
+    # A quarter of each part, so that the demonstration ends in minutes.
+    return TensorDataset(pixels[:15000], classes[:15000]), pixels[60000:62500], classes[60000:62500]
+
+
+def _idx(path: Path) -> np.ndarray:
+    """Read an array in the format of the MNIST files."""
+    with gzip.open(path) as file:
+        content = file.read()
+    dimensions = content[3]
+    shape = np.frombuffer(content, ">u4", dimensions, 4)
+    return np.frombuffer(content, np.uint8, offset=4 + 4 * dimensions).reshape(shape).copy()
+
+
+def make_network(dataset: str) -> nn.Module:
+    """Make a small convolutional network; the seed set before decides its weights."""
+    side, stride = (8, 1) if dataset == "digits" else (28, 2)
+    width = -(-side // stride) // 2
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, stride, 1),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, 1, 1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32 * width * width, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
+    )
 
 
 def main() -> None:

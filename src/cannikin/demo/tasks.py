@@ -1,4 +1,4 @@
-"""What the demonstration trains, on what: chosen once, the same for every policy, and never by who wins.
+"""What the demonstration trains on: chosen once, the same for every policy, and never by who wins.
 
 The ranks' devices take `fixed_ms + sample_ms * b / speed` for a step of b samples: a rank sleeps up to that in forward
 and backward (`cannikin lab`), so three of them fit on two cores.
@@ -72,7 +72,7 @@ TASKS = {
 
 
 def check_folder(dataset: str, folder: Path | None) -> None:
-    """Refuse a data set that is not where it is said to be, before any rank is started."""
+    """Refuse a data set that is not in its folder, before any rank is started."""
     if dataset == "digits":
         return
     if folder is None:
@@ -83,5 +83,5 @@ def check_folder(dataset: str, folder: Path | None) -> None:
 
 
 def quick(task: Task) -> Task:
-    """The same at a lower target, on devices twice as fast: to see that it works, not who is faster."""
+    """Return the task at a lower target, on devices twice as fast: to see that it works, not who is faster."""
     return replace(task, target=task.target - 0.07, sample_ms=task.sample_ms / 2, fixed_ms=task.fixed_ms / 2)

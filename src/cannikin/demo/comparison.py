@@ -1,28 +1,82 @@
-"""What the demonstration shows: a bar a policy and the live view of the one that trains, one table at the end."""
+"""Runs the demonstration: launches the ranks, shows what they do, and leaves a run directory.
+
+It shows one bar per policy, below them the live view of the policy that trains, and one table at the end.
+"""
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from cannikin.demo.settings import Task
-from cannikin.errors import RunLogError
+from cannikin.demo.tasks import Task, check_folder
+from cannikin.errors import CannikinError, RunLogError
+from cannikin.lab.cluster import LabCluster
+from cannikin.lab.launch import launch
 from cannikin.report.follow import FollowedRun
 from cannikin.report.live_panel import LivePanel
-from cannikin.words import split_sum
+from cannikin.words import split, split_sum
 
+__all__ = ["SUMMARY_NAME", "Bars", "RankLines", "results_table", "run_demo"]
+
+SUMMARY_NAME = "summary.json"
 _REFRESHES_PER_S = 2  # the ranks need the processor
 
-__all__ = ["Bars", "RankLines", "results_table"]
+
+def run_demo(
+    task: Task, *, policies: list[str], speeds: tuple[float, ...], data: Path | None, out: Path, console: Console
+) -> list[dict[str, Any]]:
+    """Train under every policy on ranks of these speeds; return what came of each.
+
+    Leaves a run log per policy and `summary.json` under `out`.
+    """
+    check_folder(task.dataset, data)
+    cluster = LabCluster(speeds=speeds, sample_s=task.sample_ms / 1e3, fixed_s=task.fixed_ms / 1e3)
+    if task.dataset == "digits" and data is not None:
+        console.print(f"--data {data} is not used: scikit-learn brings the digits.", highlight=False)
+    ranks = ", ".join(f"{speed:g}" for speed in speeds)
+    heading = f"Training on {task.dataset} to {task.target:.0%} accuracy on {len(speeds)} ranks of speed {ranks}."
+    console.print(heading, highlight=False)
+    out.mkdir(parents=True, exist_ok=True)
+    results: list[dict[str, Any]] = []
+    script = ["-m", "cannikin.demo.train", "--task", msgspec.json.encode(task).decode()]
+    script += ["--policies", ",".join(policies), "--run-dir", str(out)]
+    script += ["--data", str(data)] if data is not None else []
+    with Bars(task, policies, console, out) as bars:
+
+        def take(told: dict[str, Any]) -> None:
+            bars.update(told)
+            if told.pop("kind") == "result":
+                results.append(told)
+
+        lines: Any = RankLines(take, lambda line: print(line, file=sys.stderr))
+        errors: Any = io.BytesIO()
+        status = launch(cluster, script, mechanism="portable", out=lines, err=errors)
+    said = errors.getvalue().decode(errors="replace")
+    if status != 0:
+        sys.stderr.write(said)
+        raise CannikinError(f"the ranks ended with exit status {status}; what they said is above")
+    # The lab warns where speeds are not as asked: such a comparison is worth little.
+    sys.stderr.writelines(line for line in said.splitlines(keepends=True) if "] cannikin lab:" in line)
+    summary = {
+        "task": msgspec.to_builtins(task),
+        "speeds": speeds,
+        "policies": {result["policy"]: result for result in results},
+    }
+    (out / SUMMARY_NAME).write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2))
+    console.print(results_table(task, speeds, results))
+    return results
 
 
 class RankLines:
@@ -40,7 +94,7 @@ class RankLines:
         return len(content)
 
     def flush(self) -> None:
-        """Nothing is held back but an unfinished line."""
+        """Do nothing: only an unfinished line is held back."""
 
     def _take(self, line: str) -> None:
         text = line.removeprefix("[rank 0] ")
@@ -51,12 +105,12 @@ class RankLines:
 
 
 class Bars:
-    """One bar a policy: how far its accuracy is on the way to the target; below, what the ranks are doing.
+    """One bar per policy: how far its accuracy is on the way to the target; below, what the ranks are doing.
 
     Args:
         task, policies: what is trained, in this order.
-        console: drawn on if it is a terminal; else one line a policy.
-        run_dir: holds a run directory for each policy, from which the ranks' state is read; None for the bars alone.
+        console: drawn on if it is a terminal; else it gets one line per policy.
+        run_dir: holds a run directory per policy, from which the ranks' state is read; None for the bars alone.
     """
 
     def __init__(self, task: Task, policies: list[str], console: Console, run_dir: Path | None = None) -> None:
@@ -74,7 +128,7 @@ class Bars:
         self._runs = {} if run_dir is None else {policy: FollowedRun(run_dir / policy) for policy in policies}
         self._live = Live(
             console=console,
-            get_renderable=self._drawn,
+            get_renderable=self.drawn,
             refresh_per_second=_REFRESHES_PER_S,
             vertical_overflow="crop",
             transient=False,
@@ -91,18 +145,18 @@ class Bars:
         if self._console.is_terminal:
             self._live.stop()
 
-    def _drawn(self) -> RenderableType:
-        """The bars, and the panel of the first policy that has no result yet, once it trains."""
+    def drawn(self) -> RenderableType:
+        """Return the bars, and the panel of the first policy that has no result yet, once it trains."""
         with self._lock:
             run = next(iter(self._runs.values()), None)
             if run is None:
                 return self._progress
-            with suppress(RunLogError):  # of a folder that held something else; the training says so itself
+            with suppress(RunLogError):  # the folder held another log, which the training refuses with its own words
                 run.poll()
             return Group(self._progress, LivePanel(run.state)) if run.has_begun else self._progress
 
     def _forget(self, policy: str) -> None:
-        """This policy trains no more: its panel goes, its bar stays."""
+        """Drop the panel of a policy that trains no more; its bar stays."""
         with self._lock:
             run = self._runs.pop(policy, None)
             if run is not None:
@@ -113,19 +167,19 @@ class Bars:
         if told["kind"] == "result":
             seconds = told["seconds_to_target"]
             state = f"{told['accuracy']:.1%} in {seconds:.1f} s" if seconds else f"{told['accuracy']:.1%}: given up"
-            split = told["final_split"]
+            local_batches = told["final_split"]
             self._forget(told["policy"])
         else:
             state = f"{told['accuracy']:.1%} of {self._target:.0%} after {told['seconds']:.1f} s, step {told['steps']}"
-            split = told["split"]
-        state = f"{state}, {split_sum(split)}"
+            local_batches = told["split"]
+        state = f"{state}, {split_sum(local_batches)}"
         self._progress.update(self._bars[told["policy"]], completed=told["accuracy"], state=state)
         if not self._console.is_terminal and told["kind"] == "result":
             self._console.print(f"{told['policy']}: {state}", highlight=False)
 
 
 def results_table(task: Task, speeds: tuple[float, ...], results: list[dict[str, Any]]) -> Table:
-    """Every policy's figures, the fastest first."""
+    """Return a table of every policy's figures, the fastest first."""
     ranks = ", ".join(f"{speed:g}" for speed in speeds)
     table = Table(
         title=f"{task.dataset} to {task.target:.0%} accuracy, {len(speeds)} ranks of speed {ranks}",
@@ -140,7 +194,7 @@ def results_table(task: Task, speeds: tuple[float, ...], results: list[dict[str,
             result["policy"],
             f"{seconds:.1f} s" if seconds is not None else "not reached",
             f"{result['median_step_ms']:.0f} ms",
-            "/".join(map(str, result["final_split"])),
+            split(result["final_split"]),
             _path([total for _, total in result["total_batches"]]),
             f"{result['accuracy']:.1%}",
         )
@@ -148,6 +202,6 @@ def results_table(task: Task, speeds: tuple[float, ...], results: list[dict[str,
 
 
 def _path(totals: list[int]) -> str:
-    """Total batches in turn, the middle ones left out where there are many."""
+    """Return total batches in turn, the middle ones left out where there are many."""
     shown = totals if len(totals) <= 5 else [*totals[:2], 0, *totals[-2:]]
     return " > ".join("..." if total == 0 else str(total) for total in shown)
