@@ -1,6 +1,6 @@
-"""torchrun, with a note of what its ranks died of: `python -m cannikin.lab.agent NAME <torchrun's arguments>`.
+"""Runs torchrun and notes what its ranks died of: `python -m cannikin.lab.agent NAME <torchrun's arguments>`.
 
-torchrun itself exits with 1 whatever a rank's status was, after a page of text.
+torchrun itself exits with 1 whatever a rank's status was, and prints a page of text.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Run torchrun on our arguments; exit with 1 where a rank failed."""
+    """Run torchrun with our arguments; exit with 1 where a rank failed."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun

@@ -1,6 +1,8 @@
 """The agents' processes and all that descend from them: started, watched, their output passed on, gone at the end.
 
-The output of all processes goes into one stream, in whole lines, each with a prefix that says whose it is.
+Output is passed on in whole lines, each with a prefix that says whose it is. torchrun's own `--tee` does not do: its
+TailLog writes whatever a file has at the moment, so that lines of two ranks end up in one (a line written in two pieces
+came out as `[default0]:{"half": [default1]:`), and each state of a progress bar becomes a line (torch 2.11).
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ def run_agents(
     errors: IO[bytes],
     interruption: Interruption,
 ) -> list[int]:
-    """Run every agent to its end and return their exit statuses; one that fails, or a signal, ends them all.
+    """Run every agent to its end and return their exit statuses; an agent that fails, or a signal, ends them all.
 
     No process of the run survives the call, however it ends.
     """
@@ -138,7 +140,7 @@ def _marked(folder: Path) -> list[int]:
     return found
 
 
-# Output of several processes in one stream: whole lines, each with a prefix that says whose it is.
+# Output.
 
 
 class Lines:

@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def _redirect_output(folder: Path, rank: str) -> None:
-    """The launcher reads each rank's output from pipes of its own, and so keeps lines whole."""
+    """Write to the rank's own pipes, from which the launcher reads whole lines."""
     for descriptor, name in ((1, "out"), (2, "err")):
         pipe = os.open(folder / f"rank{rank}.{name}", os.O_WRONLY)
         os.dup2(pipe, descriptor)
@@ -46,6 +46,7 @@ def _redirect_output(folder: Path, rank: str) -> None:
 
 
 def _take_on(settings: RankSettings) -> None:
+    """Become what the settings say: change the environment, and slow this process."""
     os.environ.update(settings.environment)
     if settings.device is not None:
         from cannikin.lab.throttle import Throttle
@@ -54,7 +55,7 @@ def _take_on(settings: RankSettings) -> None:
 
 
 def _run_script(arguments: list[str]) -> None:
-    """As `python script.py ...` or `python -m module ...` would."""
+    """Run it as `python script.py ...` or `python -m module ...` would."""
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
@@ -74,7 +75,7 @@ def _leave_process_group() -> None:
 
 
 def _status(code: object) -> int:
-    """The exit status that Python makes of `sys.exit(code)`."""
+    """Return the exit status that Python makes of `sys.exit(code)`."""
     if code is None:
         return 0
     return code & 0xFF if isinstance(code, int) else 1

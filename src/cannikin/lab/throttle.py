@@ -1,9 +1,10 @@
 """Makes a rank as slow as its device: torch's public hooks around forward and backward, with sleep between real work.
 
 Forward ends no earlier than the device's would. In backward every layer with parameters takes the same part of the
-device's time, and its gradients appear when its part has passed: buckets become ready one after another as on a real
-device, and all-reduces overlap with the backward of earlier layers. It is all sleep, so that ranks leave the cores to
-one another; only the rank's own work counts against the budget, since backward is over before DDP waits for others.
+device's time, and its gradients appear when that part has passed: buckets become ready one after another as on a real
+device, and all-reduces overlap with the backward of earlier layers. A rank sleeps and does not spin, so that ranks
+leave the cores to one another. Only the rank's own work counts against the device's time: backward is over before DDP
+waits for other ranks.
 
 Hooks used: the global forward (pre-)hooks, which see every module; a tensor hook on each output, for the moment
 backward begins; a tensor hook on each parameter, which runs before DDP hears of its gradient. No full backward hook:
@@ -24,6 +25,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from cannikin.lab.cluster import LabDevice
+from cannikin.words import percent
 
 __all__ = ["Pace", "Throttle"]
 
@@ -100,14 +102,14 @@ class Throttle:
             root.remove()
 
     def _before_module(self, module: torch.nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():  # inside of a module that is compiled, which has these hooks itself
+        if torch.compiler.is_compiling():  # inside a compiled module, which has these hooks itself
             return
         if self._outermost is None:
             self._outermost = module
             if self._is_training(module):
                 self._forward = self._pace()
         elif self._forward is not None and module is _inside(self._outermost):
-            self._forward = self._pace()  # DDP may have waited for other ranks' buffers: not this rank's work
+            self._forward = self._pace()  # DDP may have waited for other ranks' buffers, which is not this rank's work
 
     def _after_module(self, module: torch.nn.Module, args: Any, *rest: Any) -> None:
         if torch.compiler.is_compiling() or module is not self._outermost:
@@ -125,7 +127,7 @@ class Throttle:
         self._num_forwards += 1
 
     def _is_training(self, module: torch.nn.Module) -> bool:
-        # Loss functions have no parameters; a checkpointed module comes again by itself, in backward.
+        # Loss functions have no parameters; a checkpointed part of a root is called once more in backward, on its own.
         return (
             torch.is_grad_enabled()
             and _inside(module).training
@@ -143,7 +145,7 @@ class Throttle:
         return Pace(self._clock, self._sleep)
 
     def _judge(self, pace: Pace) -> None:
-        """Say once if real work takes so much of the device's time that speeds are not as asked."""
+        """Warn once if real work takes so much of the device's time that speeds are not as asked."""
         if self._num_forwards in _JUDGED:
             self._judged_work_s += pace.work_s
             self._judged_budget_s += pace.budget_s
@@ -153,8 +155,9 @@ class Throttle:
             if share > _MOST_WORK:
                 sample_ms = self._device.sample_s * 1e3
                 self._warn(
-                    f"cannikin lab: real work takes {share:.0%} of this rank's device time, more than a third: speeds "
-                    f"may be off; raise --sample-ms from {sample_ms:.3g} to about {sample_ms * share / _MOST_WORK:.2g}"
+                    f"cannikin lab: real work takes {percent(share)} of this rank's device time, more than a third: "
+                    f"speeds may be off; raise --sample-ms from {sample_ms:.3g} to about "
+                    f"{sample_ms * share / _MOST_WORK:.2g}"
                 )
 
 
@@ -170,7 +173,7 @@ class _Root:
         self._handles = []
         layers = [_trained_parameters(part) for part in module.modules()]
         layers = [layer for layer in layers if layer]
-        self._num_layers = len(layers)  # at first; then as many as the backward before had
+        self._num_layers = len(layers)  # in the first backward; later, as many as the backward before reached
         for number, layer in enumerate(layers):
             self._handles += [_hook(parameter, self._arrival_of(number)) for parameter in layer]
 
@@ -179,7 +182,7 @@ class _Root:
             handle.remove()
 
     def expect(self, output: Any, backward_s: float) -> None:
-        """A training forward returned this; its backward is to last so long."""
+        """Expect the backward of this output of a training forward; it is to last `backward_s`."""
         self._close()
         self._num_expected += 1
         number = self._num_expected
@@ -206,7 +209,7 @@ class _Root:
         return arrive
 
     def _close(self) -> None:
-        """The backward before is over: the next will have as many layers."""
+        """End the backward before; the next one is expected to reach as many layers."""
         if self._pace is not None and self._arrived:
             self._judge(self._pace)
             self._num_layers = len(self._arrived)
@@ -216,14 +219,14 @@ class _Root:
 
 
 def _hook(tensor: torch.Tensor, call: Callable[[torch.Tensor], None]) -> Any:
-    """Have this called with the tensor's gradient; a model saved whole leaves it behind without a warning."""
+    """Have `call` called with the tensor's gradient; a model saved whole leaves the hook behind without a warning."""
     left_behind: Any = torch.utils.hooks.unserializable_hook
     register: Any = tensor.register_hook
     return register(left_behind(call))
 
 
 def _inside(module: torch.nn.Module) -> torch.nn.Module:
-    """The user's module in DDP, or the module itself."""
+    """Return the user's module in DDP, or the module itself."""
     inside: torch.nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
     return inside
 
@@ -233,7 +236,7 @@ def _trained_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in a nest of lists, tuples, mappings and dataclasses."""
+    """Yield every tensor in nested lists, tuples, mappings and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):

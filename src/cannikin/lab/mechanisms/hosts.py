@@ -22,6 +22,7 @@ from pathlib import Path
 from cannikin.errors import MechanismError
 from cannikin.lab.cluster import LabCluster
 from cannikin.lab.run_folder import HOST, Agent, Layout, RankSettings, agent_command
+from cannikin.words import link_speed, percent
 
 __all__ = [
     "CpuCgroup",
@@ -74,13 +75,15 @@ class Hosts:
 
     def words(self, cluster: LabCluster) -> str:
         """Say where speeds and links come from."""
-        link = "" if cluster.link_bit_per_s is None else f", links of {cluster.link_bit_per_s / 1e6:g} Mbit/s by tc tbf"
+        link = (
+            "" if cluster.link_bit_per_s is None else f", links of {link_speed(cluster.link_bit_per_s / 1e6)} by tc tbf"
+        )
         if cluster.sample_s is not None:
             sleep = f"ranks sleep up to {cluster.sample_s * 1e3:g} ms per sample over their speed"
             return f"a namespace per rank, {sleep}{link}"
         if not _by_quota(cluster):
             return f"a namespace per rank{link}"
-        shares = ", ".join(f"{share:.0%}" for share in core_shares(cluster.speeds, os.cpu_count() or 1))
+        shares = ", ".join(percent(share) for share in core_shares(cluster.speeds, os.cpu_count() or 1))
         unfelt = "steps of a few ms hardly feel it: --sample-ms instead"
         return f"a namespace per rank, cpu quota {shares} of a core ({unfelt}){link}"
 
