@@ -16,8 +16,9 @@ from rich.console import Console
 
 from cannikin.cli import doctor as doctor_command
 from cannikin.cli import main
-from cannikin.doctor.diagnosis import diagnose
-from cannikin.doctor.facts import CpuFacts, Facts, MemoryFacts, TorchFacts
+from cannikin.doctor.checks import diagnose
+from cannikin.doctor.facts import Facts, LoopbackFacts, TorchFacts
+from cannikin.lab.mechanisms import MECHANISMS
 
 HIDE_TORCH = """
 import sys
@@ -29,7 +30,7 @@ sys.meta_path.insert(0, NoTorch())
 from cannikin.cli import main
 main(["doctor"])
 """
-BOX = Facts(torch=TorchFacts(version="2.13.0+cpu"), cpu=CpuFacts(num_cores=2))
+BOX = Facts(torch=TorchFacts(version="2.13.0+cpu"), num_cores=2)
 
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -46,7 +47,8 @@ def test_the_real_command_says_what_this_machine_is_and_tries_gloo():
     assert (done.returncode, done.stderr) == (0, "")
     answer = json.loads(done.stdout)
     assert answer["possible"] is True
-    assert answer["facts"]["torch"]["distributed"] is True
+    assert "gloo" in answer["facts"]["torch"]["backends"]
+    assert set(answer["facts"]["mechanisms"]) == set(MECHANISMS)
     assert {"Software", "GPUs", "Host", "Network", "Launch", "Lab"} >= {each["area"] for each in answer["findings"]}
     assert "CANNIKIN_POLICE is no variable" in done.stdout
     (gloo,) = (each for each in answer["findings"] if each["subject"] == "gloo")
@@ -66,7 +68,7 @@ def _marked() -> list[str]:
             text = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
-        if "cannikin.doctor.loopback" in text and "cannikin-doctor-" in text:
+        if "cannikin.doctor.torch_probes" in text and "cannikin-doctor-" in text:
             found.append(text)
     return found
 
@@ -81,14 +83,14 @@ def test_without_torch_it_works_and_exits_with_status_1():
 @pytest.fixture
 def shown(monkeypatch):
     def show(facts: Facts, *args: str):
-        monkeypatch.setattr(doctor_command, "gather", lambda *, quick: facts)
+        monkeypatch.setattr(doctor_command, "look", lambda *, quick: facts)
         return CliRunner().invoke(main, ["doctor", *args])
 
     return show
 
 
 def test_the_exit_status_is_0_with_warnings_and_1_with_a_blocker(shown):
-    assert shown(replace(BOX, memory=MemoryFacts(shm_bytes=2**26))).exit_code == 0
+    assert shown(replace(BOX, host_resolves=False)).exit_code == 0
     assert shown(replace(BOX, environment={"CANNIKIN_POLICY": "luck"})).exit_code == 1
 
 
@@ -112,6 +114,21 @@ def test_levels_are_words_so_that_colours_are_not_needed():
     text = console.file.getvalue()
     assert "warning  variables" in text
     assert "Did you mean CANNIKIN_POLICY?" in text
+
+
+def test_a_box_under_torchrun_prints_its_golden(shown, golden):
+    launch = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+    facts = Facts(
+        torch=TorchFacts(
+            version="2.11.0", build="CUDA 12.8", backends=("gloo", "nccl"), devices=("A100", "A100", "T4")
+        ),
+        num_gpus=3,
+        num_cores=64,
+        environment={**launch, "CANNIKIN_POLICE": "even", "CUDA_LAUNCH_BLOCKING": "1"},
+        mechanisms={"portable": None, "hosts": "network namespaces need root"},
+        loopback=LoopbackFacts(latency_s=2e-4, bytes_per_s=1.2e9),
+    )
+    golden("doctor", shown(facts).stdout)
 
 
 def test_json_is_one_object_with_facts_and_findings(shown):

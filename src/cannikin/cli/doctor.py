@@ -12,10 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from cannikin.cli.printing import say
-from cannikin.doctor.diagnosis import Diagnosis, diagnose
+from cannikin.doctor.checks import Diagnosis, Finding, diagnose
 from cannikin.doctor.facts import Facts
-from cannikin.doctor.findings import Finding
-from cannikin.doctor.gather import gather
+from cannikin.doctor.probes import look
 from cannikin.words import printable
 
 __all__ = ["command", "rendered"]
@@ -31,9 +30,11 @@ _STYLES = {"ok": "green", "note": "cyan", "warning": "bold yellow", "blocker": "
 def command(as_json: bool, quick: bool) -> int:
     """Look at this machine and launch environment, and say what will limit a run.
 
-    Start it where a rank would start, in the same container, job and environment. It looks at versions, GPUs, cores,
-    memory, links, the variables of torchrun, Slurm and Kubernetes, and what `cannikin lab` can make here. Nothing is
-    changed, nothing is sent anywhere, and every look has a time limit.
+    Start it where a rank would start, in the same container, job and environment. It looks at what cannikin depends on:
+    PyTorch and its backends, ranks against GPUs and cores, the variables of a launch, and what `cannikin lab` can make
+    here. Nothing is changed, nothing is sent anywhere, and every look has a time limit.
+
+    The machine itself is described by `python -m torch.utils.collect_env` and `nvidia-smi`.
 
     \b
       ok        as it should be
@@ -43,7 +44,7 @@ def command(as_json: bool, quick: bool) -> int:
     """
     console = Console(stderr=True)
     with console.status("looking" if quick else "looking, and trying an all-reduce on this host"):
-        facts = gather(quick=quick)
+        facts = look(quick=quick)
     diagnosis = diagnose(facts)
     if as_json:
         click.echo(msgspec.json.encode(_as_json(facts, diagnosis)).decode())
@@ -58,7 +59,7 @@ def _as_json(facts: Facts, diagnosis: Diagnosis) -> dict[str, object]:
 
 
 def rendered(facts: Facts, diagnosis: Diagnosis) -> RenderableType:
-    """One table an area, then the summary."""
+    """Return one table per area, then the summary."""
     parts: list[RenderableType] = [Text(f"cannikin doctor on {facts.hostname}", style="bold")]
     for area, findings in diagnosis.areas.items():
         if findings:

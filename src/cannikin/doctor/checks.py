@@ -1,0 +1,360 @@
+"""From facts to findings, area by area, and the one sentence that says what will limit a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from cannikin.core.planners import POLICIES
+from cannikin.doctor.facts import Facts, LoopbackFacts, TorchFacts
+from cannikin.words import counted, kinds
+
+__all__ = ["KNOWN_VARIABLES", "LEVELS", "Diagnosis", "Finding", "diagnose"]
+
+LEVELS = ("ok", "note", "warning", "blocker")
+KNOWN_VARIABLES = {
+    "CANNIKIN_POLICY": "the policy of scripts that name none",
+    "CANNIKIN_BACKEND": "the backend of the process group",
+    "CANNIKIN_DEVICE": "what this rank's device is called in profiles and logs",
+    "CANNIKIN_LAB_DIR": "set by cannikin lab",
+    "CANNIKIN_LAB_HOST": "set by cannikin lab",
+}
+# Variable, the value that changes what is measured, how.
+_SLOWING = (
+    ("CUDA_LAUNCH_BLOCKING", "1", "computing and communication do not overlap"),
+    ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "every collective is checked on all ranks first"),
+)
+_LEAST_TORCH = (2, 6)
+_INSTALL = "pip install 'cannikin[torch]'"
+_MOST_LIMITS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that was looked at.
+
+    Args:
+        subject: what, in a word or two.
+        level: "ok", "note" (worth knowing), "warning" (it will cost speed or samples, or break a likely launch) or
+            "blocker" (training is impossible as things are).
+        text: what is so.
+        advice: what to do about it, one sentence; "" where there is nothing to do.
+        limits: how it will limit a run, a few words for the summary; "" where it will not.
+    """
+
+    subject: str
+    level: str
+    text: str
+    advice: str = ""
+    limits: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """Findings by area, in the order they are shown, and a sentence about all of them."""
+
+    areas: dict[str, tuple[Finding, ...]]
+    summary: str
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """All of them."""
+        return tuple(finding for findings in self.areas.values() for finding in findings)
+
+    @property
+    def possible(self) -> bool:
+        """Whether training can begin at all."""
+        return all(finding.level != "blocker" for finding in self.findings)
+
+
+def diagnose(facts: Facts) -> Diagnosis:
+    """Return what these facts mean for a run.
+
+    Example:
+        >>> diagnose(Facts(torch_problem="")).summary
+        'Training is impossible as things are: PyTorch is not installed.'
+    """
+    areas = {
+        "Software": tuple(_software(facts)),
+        "GPUs": tuple(_gpus(facts)),
+        "Host": tuple(_host(facts)),
+        "Network": tuple(_network(facts)),
+        "Launch": tuple(_launch(facts)),
+        "Lab": tuple(_lab(facts)),
+    }
+    return Diagnosis(areas=areas, summary=_summary([finding for findings in areas.values() for finding in findings]))
+
+
+def _summary(findings: list[Finding]) -> str:
+    """Say what limits, the worst first; findings of one level in the order they are shown."""
+    limiting = [finding for finding in findings if finding.limits]
+    blockers = [finding.limits for finding in limiting if finding.level == "blocker"]
+    if blockers:
+        return f"Training is impossible as things are: {'; '.join(blockers)}."
+    limits = [f.limits for f in sorted(limiting, key=lambda finding: -LEVELS.index(finding.level))]
+    if not limits:
+        return "Nothing here will limit a run beyond what its ranks can compute."
+    more = f"; and {len(limits) - _MOST_LIMITS} more" if len(limits) > _MOST_LIMITS else ""
+    return f"What will limit a run: {'; '.join(limits[:_MOST_LIMITS])}{more}."
+
+
+def _ok(subject: str, text: str) -> Finding:
+    return Finding(subject=subject, level="ok", text=text)
+
+
+def _note(subject: str, text: str, advice: str = "", *, limits: str = "") -> Finding:
+    return Finding(subject=subject, level="note", text=text, advice=advice, limits=limits)
+
+
+def _warning(subject: str, text: str, advice: str, *, limits: str = "") -> Finding:
+    return Finding(subject=subject, level="warning", text=text, advice=advice, limits=limits)
+
+
+def _blocker(subject: str, text: str, advice: str, *, limits: str = "") -> Finding:
+    return Finding(subject=subject, level="blocker", text=text, advice=advice, limits=limits or text)
+
+
+# Software
+
+
+def _software(facts: Facts) -> Iterator[Finding]:
+    yield _ok("Python", f"{facts.python} on {facts.system}")
+    yield _ok("cannikin", facts.cannikin)
+    if facts.torch is not None:
+        yield _torch(facts.torch)
+        yield _backends(facts, facts.torch)
+    elif facts.torch_problem:
+        text, advice = f"PyTorch cannot be imported: {facts.torch_problem}", f"Install it anew: {_INSTALL}."
+        yield _blocker("PyTorch", text, advice, limits="PyTorch cannot be imported")
+    else:
+        advice = f"Install it: {_INSTALL}; plan and simulate work without it."
+        yield _blocker("PyTorch", "PyTorch is not installed", advice)
+
+
+def _torch(torch: TorchFacts) -> Finding:
+    text = f"{torch.version}, built for {torch.build}"
+    numbers = tuple(int(part) for part in torch.version.split(".")[:2] if part.isdigit())
+    if len(numbers) == 2 and numbers < _LEAST_TORCH:
+        least = ".".join(map(str, _LEAST_TORCH))
+        return _warning("PyTorch", f"{text}: older than {least}", f"Upgrade: pip install 'torch>={least}'.")
+    return _ok("PyTorch", text)
+
+
+def _backends(facts: Facts, torch: TorchFacts) -> Finding:
+    names = ", ".join(torch.backends) or "none"
+    asked = facts.environment.get("CANNIKIN_BACKEND", "")
+    if asked and asked.partition(":")[0] not in {*torch.backends, "cpu", "cuda"}:
+        return _blocker(
+            "backends",
+            f"{names}; CANNIKIN_BACKEND asks for {asked}, which this PyTorch does not have",
+            f"Unset CANNIKIN_BACKEND, or set it to one of: {names}.",
+            limits=f"the backend {asked} is not there",
+        )
+    if "gloo" not in torch.backends:
+        return _blocker(
+            "backends",
+            f"{names}: no gloo, which carries cannikin's own messages whatever the gradients travel on",
+            "Install a build of PyTorch that has gloo.",
+            limits="this PyTorch has no gloo",
+        )
+    if torch.devices and "nccl" not in torch.backends:
+        return _warning(
+            "backends",
+            f"{names}: no NCCL for {counted(len(torch.devices), 'GPU')}",
+            "Set CANNIKIN_BACKEND=gloo, which is slower, or install a build with NCCL.",
+            limits="all-reduces go through gloo",
+        )
+    return _ok("backends", names)
+
+
+# GPUs
+
+
+def _gpus(facts: Facts) -> Iterator[Finding]:
+    """Say which GPUs torch can use; without torch there is nothing to say."""
+    if facts.torch is None:
+        return
+    if not facts.torch.devices:
+        yield _no_gpu(facts, facts.torch)
+        return
+    if len(set(facts.torch.devices)) > 1:
+        advice = "An even split runs at the pace of the slowest; the default policy splits by speed."
+        yield _note("GPUs", f"unlike GPUs: {kinds(facts.torch.devices)}", advice)
+    else:
+        yield _ok("GPUs", kinds(facts.torch.devices))
+    if facts.torch.problem is not None:
+        yield _warning(
+            "use",
+            f"PyTorch warns: {facts.torch.problem}",
+            "Install a build of PyTorch that supports this GPU, or leave it out with CUDA_VISIBLE_DEVICES.",
+            limits="PyTorch warns of a GPU",
+        )
+
+
+def _no_gpu(facts: Facts, torch: TorchFacts) -> Finding:
+    """Say why torch can use none: there is none, or it silently computes on the CPU although there are some."""
+    if not facts.num_gpus:
+        why = f" (PyTorch: {torch.problem})" if torch.problem else ""
+        cores = counted(facts.num_cores, "CPU core")
+        return _note("GPUs", f"none: ranks compute on the CPU{why}", limits=f"no GPU, so ranks share {cores}")
+    gpus = counted(facts.num_gpus, "GPU")
+    if torch.build == "CPU":
+        return _warning(
+            "use",
+            f"this PyTorch is a CPU build: it cannot use {gpus}",
+            "Install a CUDA build, as pytorch.org/get-started says for this driver.",
+            limits=f"{gpus} cannot be used by this PyTorch",
+        )
+    visible = facts.environment.get("CUDA_VISIBLE_DEVICES")
+    reason = f"CUDA_VISIBLE_DEVICES={visible} hides them" if visible in {"", "-1"} else torch.problem or "unknown"
+    return _warning(
+        "use",
+        f"PyTorch can use no GPU: {reason}",
+        "Unset CUDA_VISIBLE_DEVICES, or see why torch.cuda.is_available() is False.",
+        limits=f"{gpus} cannot be used",
+    )
+
+
+# Host and network
+
+
+def _host(facts: Facts) -> Iterator[Finding]:
+    """Compare the threads of all ranks with the cores there are."""
+    cores, ranks, given = counted(facts.num_cores, "core"), facts.local_ranks, facts.count("OMP_NUM_THREADS")
+    if ranks is None:
+        yield _ok("CPU", cores)
+        return
+    each = given or facts.num_cores  # what is not set, or is no number, means a thread for every core
+    fair = max(1, facts.num_cores // ranks)
+    text = f"{counted(ranks, 'rank')} of {counted(each, 'thread')} each on {cores}"
+    if ranks * each <= facts.num_cores:
+        yield _ok("threads", text)
+        return
+    yield _warning(
+        "threads",
+        text if given else f"{text}: OMP_NUM_THREADS is not set to a number",
+        f"Set OMP_NUM_THREADS={fair}." if each > fair else "Start fewer ranks, or allow more cores.",
+        limits=f"{ranks * each} threads on {cores}",
+    )
+
+
+def _network(facts: Facts) -> Iterator[Finding]:
+    if facts.host_resolves is False:
+        yield _warning(
+            "own name",
+            f"the name of this host, {facts.hostname}, leads to no address, which gloo asks for",
+            f"Add '127.0.0.1 {facts.hostname}' to /etc/hosts, or set GLOO_SOCKET_IFNAME.",
+            limits="gloo may not find its own address",
+        )
+    if facts.loopback is not None:
+        yield _loopback(facts.loopback)
+
+
+def _loopback(measured: LoopbackFacts) -> Finding:
+    if measured.problem is not None or not measured.latency_s or not measured.bytes_per_s:
+        return _warning(
+            "gloo",
+            f"two processes on this host did not all-reduce: {measured.problem or 'nothing was measured'}",
+            "Try again on a quiet machine; if it stays, something forbids sockets on the loopback interface.",
+            limits="gloo does not work between processes of this host",
+        )
+    return _ok(
+        "gloo",
+        f"two processes on this host's loopback: {measured.latency_s * 1e6:.0f} microseconds per small all-reduce, "
+        f"{measured.bytes_per_s / 1e9:.2g} GB/s in a large one; it says nothing of links between hosts",
+    )
+
+
+# Launch and lab
+
+
+def _launch(facts: Facts) -> Iterator[Finding]:
+    """Say what the environment tells of ranks, and what else in it changes a run."""
+    yield _torchrun(facts)
+    yield from _ranks_per_gpu(facts)
+    yield from _own_variables(facts)
+    for name, value, effect in _SLOWING:
+        if facts.environment.get(name, "").upper() == value:
+            advice = "Unset it, unless you are looking for a fault."
+            yield _warning("variables", f"{name}={value}: {effect}", advice, limits=f"{name} is set")
+
+
+def _torchrun(facts: Facts) -> Finding:
+    """Say which rank this is; one without both RANK and WORLD_SIZE silently trains alone."""
+    given = {name: facts.environment[name] for name in ("RANK", "WORLD_SIZE") if name in facts.environment}
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not facts.environment.get(name)]
+    rank, world = facts.count("RANK"), facts.count("WORLD_SIZE")
+    if not given:
+        if "SLURM_JOB_ID" in facts.environment and (facts.local_ranks or 1) > 1:
+            return _slurm(facts)
+        return _ok("torchrun", "not under it: a script started from here is one rank; torchrun starts several")
+    if len(given) == 1:
+        (name,) = given
+        return _warning(
+            "torchrun",
+            f"{name} is set, and {'WORLD_SIZE' if name == 'RANK' else 'RANK'} is not: each process trains alone",
+            "Set both, or start the script with torchrun.",
+            limits="ranks do not know of one another",
+        )
+    if rank is None or world is None or rank >= world:
+        return _blocker(
+            "torchrun",
+            f"RANK={given['RANK']} with WORLD_SIZE={given['WORLD_SIZE']} is no rank",
+            "RANK must be from 0 to WORLD_SIZE - 1: start the script with torchrun, which sets both.",
+        )
+    if missing:
+        return _blocker(
+            "torchrun",
+            f"RANK and WORLD_SIZE are set, {missing[0]} is not: ranks cannot find one another",
+            f"Set {missing[0]}, or start the script with torchrun, which does.",
+        )
+    where = f"{facts.environment['MASTER_ADDR']}:{facts.environment['MASTER_PORT']}"
+    return _ok("torchrun", f"rank {rank} of {world}, to meet at {where} (whether it can be reached was not tried)")
+
+
+def _slurm(facts: Facts) -> Finding:
+    return _warning(
+        "Slurm",
+        f"{facts.local_ranks} tasks per node: RANK and WORLD_SIZE are not set, and SLURM_PROCID is not read",
+        "Ask for one task per node and use torchrun, or export RANK=$SLURM_PROCID, WORLD_SIZE=$SLURM_NTASKS, "
+        "LOCAL_RANK=$SLURM_LOCALID, MASTER_ADDR and MASTER_PORT in each task.",
+        limits="each Slurm task would train alone",
+    )
+
+
+def _ranks_per_gpu(facts: Facts) -> Iterator[Finding]:
+    """Find more ranks than GPUs: NCCL refuses two ranks on one."""
+    ranks, gpus = facts.local_ranks, 0 if facts.torch is None else len(facts.torch.devices)
+    if not gpus or ranks is None or ranks <= gpus:
+        return
+    if facts.environment.get("CANNIKIN_BACKEND") == "gloo":
+        yield _note("ranks", f"{ranks} ranks share {counted(gpus, 'GPU')}, through gloo as CANNIKIN_BACKEND says")
+        return
+    yield _warning(
+        "ranks",
+        f"{ranks} ranks on this host and {counted(gpus, 'GPU')}: NCCL refuses two ranks on one GPU",
+        "Start one rank per GPU, or set CANNIKIN_BACKEND=gloo.",
+        limits=f"{ranks} ranks for {counted(gpus, 'GPU')}",
+    )
+
+
+def _own_variables(facts: Facts) -> Iterator[Finding]:
+    """Tell what is set of ours; an unknown name is probably a typing error, and would be ignored."""
+    for name in sorted(name for name in facts.environment if name.startswith("CANNIKIN_")):
+        value = facts.environment[name]
+        if name not in KNOWN_VARIABLES:
+            near = get_close_matches(name, KNOWN_VARIABLES, n=1)
+            meant = f"Did you mean {near[0]}?" if near else f"There are {', '.join(KNOWN_VARIABLES)}."
+            yield _warning("variables", f"{name} is no variable of cannikin's, and is ignored", meant)
+        elif name == "CANNIKIN_POLICY" and value.replace("_", "-") not in POLICIES:
+            advice = f"Set it to one of {', '.join(POLICIES)}, or unset it."
+            yield _blocker("variables", f"CANNIKIN_POLICY={value} is no policy", advice)
+        else:
+            yield _note("variables", f"{name}={value}: {KNOWN_VARIABLES[name]}")
+
+
+def _lab(facts: Facts) -> Iterator[Finding]:
+    """Say which clusters `cannikin lab` can make of this machine."""
+    for name, missing in facts.mechanisms.items():
+        yield _ok(name, "can be had here") if missing is None else _note(name, f"cannot be had here: {missing}")
