@@ -19,6 +19,7 @@ __all__ = [
     "escaped",
     "figures",
     "kinds",
+    "link_speed",
     "memory",
     "percent",
     "printable",
@@ -160,6 +161,16 @@ def memory(num_bytes: float | None) -> str:
         return f"{num_bytes / 2**20:.0f} MiB"
     size = num_bytes / 2**30
     return f"{size:,.0f} GiB" if size >= 10 or size == int(size) else f"{size:.1f} GiB"
+
+
+def link_speed(mbit_per_s: float) -> str:
+    """Return the speed of a network link.
+
+    Example:
+        >>> link_speed(100), link_speed(2500), link_speed(100_000)
+        ('100 Mbit/s', '2.5 Gbit/s', '100 Gbit/s')
+    """
+    return f"{mbit_per_s / 1000:g} Gbit/s" if mbit_per_s >= 1000 else f"{mbit_per_s:g} Mbit/s"
 
 
 # Splits, ranks and other names.
