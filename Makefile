@@ -33,7 +33,7 @@ docs: $(READY)
 
 # The drawings in docs/assets, from the run logs of simulated runs.
 figures: $(READY)
-	$(BIN)/python scripts/docs_figures.py
+	$(BIN)/python -m scripts.docs_figures
 
 # constraints.txt pins what was tested, torch 2.13.0 among it. Where the index has a CPU build of that version pip takes
 # it; elsewhere torch comes with its CUDA packages, several gigabytes.

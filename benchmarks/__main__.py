@@ -1,7 +1,11 @@
-"""Run every benchmark of this package, or those named: `python -m benchmarks [name ...]`."""
+"""Run every benchmark of this package, or those named: `python -m benchmarks [NAME ...]`.
+
+Options behind one name are that benchmark's own: `python -m benchmarks paper --help`.
+"""
 
 import importlib
 import sys
+from itertools import takewhile
 
 # Name -> module, whose `main()` needs no arguments. Other modules here are parts of these, or need to be told of data.
 BENCHMARKS = {
@@ -12,20 +16,28 @@ BENCHMARKS = {
     "noise_digits": "noise_digits",
     "observability": "observability",
     "overhead": "overhead",
+    "paper": "paper.evaluate",
     "runlog_size": "runlog_size",
     "solver": "solver",
 }
+# Those whose `main()` takes a list of options.
+WITH_OPTIONS = ("gpu", "lab_limit", "paper")
 
 
-def main(names: list[str]) -> int:
-    """Call `main()` of the modules named, or of all; the status says only whether the names were known."""
+def main(arguments: list[str]) -> int:
+    """Call `main()` of the modules named, or of all; the status says only whether the arguments were known."""
+    names = list(takewhile(lambda argument: not argument.startswith("-"), arguments))
+    options = arguments[len(names) :]
     unknown = sorted(set(names) - set(BENCHMARKS))
     if unknown:
         print(f"no benchmark called {', '.join(unknown)}: choose from {', '.join(BENCHMARKS)}", file=sys.stderr)
         return 2
+    if options and (len(names) != 1 or names[0] not in WITH_OPTIONS):
+        print(f"{options[0]}: options follow one name out of {', '.join(WITH_OPTIONS)}", file=sys.stderr)
+        return 2
     for name in names or BENCHMARKS:
         print(f"== {name}", file=sys.stderr)
-        importlib.import_module(f"benchmarks.{BENCHMARKS[name]}").main()
+        importlib.import_module(f"benchmarks.{BENCHMARKS[name]}").main(*([options] if options else []))
     return 0
 
 

@@ -1,19 +1,17 @@
 """Draws the figures of docs/assets from run logs: simulated runs with a fixed seed, made here, and read back.
 
-make figures        # or: python scripts/docs_figures.py [FOLDER]
+make figures        # or: python -m scripts.docs_figures [FOLDER]
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterable
-from itertools import pairwise
 from pathlib import Path
 
+from benchmarks.drawing import Points, lines
 from cannikin.runlog import RUNLOG_NAME, RunLog, RunLogWriter, read_runlog
 from cannikin.sim.engine import Simulation
-from cannikin.sim.evaluation.svg import Points, lines
 from cannikin.sim.runs import find_machine, job_for, named_planner
 from cannikin.sim.workload import find_workload
 
@@ -38,24 +36,12 @@ def split_over_time(log: RunLog, last_step: int) -> dict[str, Points]:
     """Local batch of each rank against the step."""
     names = [rank.name for rank in log.header.ranks]
     steps = [(plan.first_step, plan.local_batches) for plan in log.plans if plan.first_step <= last_step]
-    return {name: stairs(((step, split[rank]) for step, split in steps), last_step) for rank, name in enumerate(names)}
-
-
-def stairs(points: Iterable[tuple[float, float]], last: float) -> Points:
-    """Points of a line that holds each value until the next one begins.
-
-    >>> stairs([(0, 1), (5, 2)], 8)
-    [(0, 1), (5, 1), (5, 2), (8, 2)]
-    """
-    known = list(points)
-    corners = [known[0]]
-    for (_, value), (step, new) in pairwise(known):
-        corners += [(step, value), (step, new)]
-    return [*corners, (last, known[-1][1])]
+    steps.append((last_step, steps[-1][1]))
+    return {name: [(step, split[rank]) for step, split in steps] for rank, name in enumerate(names)}
 
 
 def step_times(log: RunLog, last_step: int) -> Points:
-    """Measured milliseconds a step, window by window."""
+    """Measured milliseconds per step, window by window."""
     return [
         (window.first_step + window.num_steps / 2, window.step_ms)
         for window in log.windows
@@ -64,9 +50,13 @@ def step_times(log: RunLog, last_step: int) -> Points:
 
 
 def predictions(log: RunLog, last_step: int) -> Points:
-    """Predicted milliseconds a step, by the plan in force."""
-    known = [(plan.first_step, plan.predicted_step_ms) for plan in log.plans if plan.predicted_step_ms is not None]
-    return stairs([point for point in known if point[0] <= last_step], last_step)
+    """Predicted milliseconds per step, by the plan in force."""
+    known = [
+        (plan.first_step, plan.predicted_step_ms)
+        for plan in log.plans
+        if plan.predicted_step_ms is not None and plan.first_step <= last_step
+    ]
+    return [*known, (last_step, known[-1][1])]
 
 
 def noise_and_total(log: RunLog) -> dict[str, Points]:
@@ -92,19 +82,21 @@ def main(assets: Path) -> None:
         adaptive = run(folder, "b", "cifar10", "cannikin", epochs=400.0, fixed=None)
     where = "ResNet-50, B = 128, simulated cluster A"
     ours = fixed["cannikin"]
+    split = split_over_time(ours, 60)
     figures = {
         "policies.svg": lines(
             f"Step time: {where}",
             "step",
-            "ms a step",
+            "ms per step",
             {("DDP (even)" if policy == "even" else policy): step_times(log, 100) for policy, log in fixed.items()},
         ),
-        "split.svg": lines(f"The split: {where}", "step", "samples", split_over_time(ours, 60)),
+        "split.svg": lines(f"The split: {where}", "step", "samples", split, stairs=tuple(split)),
         "prediction.svg": lines(
             f"Predicted and measured: {where}",
             "step",
-            "ms a step",
+            "ms per step",
             {"predicted": predictions(ours, 100), "measured": step_times(ours, 100)},
+            stairs=("predicted",),
         ),
         "total-batch.svg": lines(
             "Total batch: ResNet-18 on CIFAR-10, simulated cluster B",

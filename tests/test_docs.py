@@ -172,9 +172,8 @@ def script(name: str) -> object:
     return module
 
 
-@pytest.mark.parametrize("name", ["docs_figures", "docs_site"])
-def test_the_examples_in_the_scripts_of_the_site_hold(name):
-    result = doctest.testmod(script(name))
+def test_the_examples_in_the_script_of_the_site_hold():
+    result = doctest.testmod(script("docs_site"))
     assert result.attempted > 0
     assert result.failed == 0
 

@@ -277,7 +277,6 @@ STILL_SHARED = {
     "profiles.py",
     "recording.py",
     "records.py",
-    "report.py",
     "runs.py",
     "trace.py",
 }

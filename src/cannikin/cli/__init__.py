@@ -28,7 +28,7 @@ _VERBS = {
     "report": "One HTML page of one run, or of several side by side.",
     "trace": "Steps of a run, rank by rank, as a file that Perfetto opens.",
     "watch": "The live view over the log of a run, from another terminal.",
-    "bench": "Regenerate the evaluation of the paper, in simulation.",
+    "bench": "Moved: in a checkout of cannikin, run python -m benchmarks paper.",
 }
 
 

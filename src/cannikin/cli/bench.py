@@ -1,84 +1,15 @@
-"""`cannikin bench paper`: every figure and table of the paper's evaluation, in simulation, with one command."""
+"""`cannikin bench`: says where the paper's evaluation is now; goes with the next release."""
 
 from __future__ import annotations
 
-import json
-import os
-import time
-from pathlib import Path
-from typing import Any
-
 import click
 
-from cannikin.cli.progress_bar import Progress
-from cannikin.cli.simulate_table import duration
 from cannikin.errors import InvalidInputError
-from cannikin.sim.evaluation.cells import SECTIONS, Cell, all_cells, run_cells
-from cannikin.sim.evaluation.report import write_report
 
 __all__ = ["command"]
 
 
-def _parse_sections(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...]:
-    sections = SECTIONS if value is None else tuple(part.strip() for part in value.split(","))
-    unknown = [section for section in sections if section not in SECTIONS]
-    if unknown:
-        raise click.BadParameter(f"{unknown[0]!r} is unknown: choose from {', '.join(SECTIONS)}", ctx, param)
-    return sections
-
-
-@click.group("bench")
+@click.command("bench", context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
 def command() -> None:
-    """Evaluations that anybody can run again."""
-
-
-@command.command("paper")
-@click.option("--out", type=click.Path(path_type=Path), default=Path("paper-evaluation"), help="Folder to write to.")
-@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, help="The first seed of all noise.")
-@click.option("--num-seeds", type=click.IntRange(1, 20), default=1, help="Seeds to average over.")
-@click.option("--only", "sections", callback=_parse_sections, metavar="S[,S...]", help=f"Of {', '.join(SECTIONS)}.")
-@click.option("--jobs", type=click.IntRange(min=1), default=None, help="Processes; as many as cores where left out.")
-@click.option("--json", "as_json", is_flag=True, help="Print the results as one JSON object as well.")
-def paper(out: Path, seed: int, num_seeds: int, sections: tuple[str, ...], jobs: int | None, as_json: bool) -> None:
-    """Regenerate the paper's evaluation: paper.md, paper.json and plots, in a folder.
-
-    The same seed gives the same paper.json. measured.json has the planner's CPU time, which differs from run to run.
-    """
-    cells = all_cells(sections, tuple(range(seed, seed + num_seeds)))
-    start_s = time.perf_counter()
-    with Progress(len(cells), quiet=as_json) as progress:
-        bar = progress.start("evaluating")
-        done: list[Cell] = []
-
-        def on_done(cell: Cell) -> None:
-            done.append(cell)
-            bar(sum(c.cost for c in done) / sum(c.cost for c in cells) * len(cells))
-
-        results = run_cells(cells, num_processes=jobs or os.cpu_count() or 1, on_done=on_done)
-    measured = _take_measured(results)
-    text, plots = write_report(results, measured)
-    files = {"paper.md": text, **plots, "paper.json": _json(results), "measured.json": _json(measured)}
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            (out / name).write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise InvalidInputError(f"--out {out}: cannot be written: {error.strerror}") from error
-    if as_json:
-        click.echo(_json(results), nl=False)
-    else:
-        click.echo(f"{len(cells)} cells in {duration(time.perf_counter() - start_s)}: see {out / 'paper.md'}")
-
-
-def _take_measured(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What was measured rather than simulated, out of the results."""
-    measured: dict[str, dict[str, Any]] = {}
-    for section, cells in results.items():
-        for key, cell in cells.items():
-            if isinstance(cell, dict) and "measured" in cell:
-                measured.setdefault(section, {})[key] = cell.pop("measured")
-    return measured
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, allow_nan=False) + "\n"
+    """Moved: in a checkout of cannikin, run python -m benchmarks paper."""
+    raise InvalidInputError("bench has moved: in a checkout of cannikin, run python -m benchmarks paper (same options)")

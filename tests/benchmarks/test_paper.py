@@ -1,4 +1,4 @@
-"""The evaluation's own parts: the true optimum, the cells, the plots and the page."""
+"""The paper's evaluation: the true optimum, the cells, the plots, the page and the command."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from benchmarks.__main__ import main
+from benchmarks.drawing import lines
+from benchmarks.paper.cells import SECTIONS, all_cells, run_cells
+from benchmarks.paper.optimum import best_split
+from benchmarks.paper.prediction import METHODS, gamma_spread, prediction_errors
+from benchmarks.paper.report import write_report
+from benchmarks.paper.steps import by_total_batch, from_even_start
 from cannikin.core.records import Job
 from cannikin.errors import InvalidInputError
-from cannikin.sim.evaluation import svg
-from cannikin.sim.evaluation.cells import SECTIONS, all_cells, run_cells
-from cannikin.sim.evaluation.optimum import best_split
-from cannikin.sim.evaluation.prediction import METHODS, gamma_spread, prediction_errors
-from cannikin.sim.evaluation.report import write_report
-from cannikin.sim.evaluation.steps import by_total_batch, from_even_start
 from cannikin.sim.runs import find_machine
 
 
@@ -110,7 +111,22 @@ def test_the_overlap_ratio_scatters_more_on_the_less_steady_device():
 
 
 def test_a_plot_escapes_its_words_and_survives_one_point():
-    plot = svg.lines("a < b", "x", "y", {"one & only": [(1.0, 0.0)]}, log_x=True)
+    plot = lines("a < b", "x", "y", {"one & only": [(1.0, 0.0)]}, log_x=True)
     assert "a &lt; b" in plot
     assert "one &amp; only" in plot
     ElementTree.fromstring(plot)
+
+
+def test_the_command_writes_the_same_numbers_for_the_same_seed(tmp_path, capsys):
+    for name in ("one", "two"):
+        assert main(["paper", "--only", "gamma", "--jobs", "1", "--out", str(tmp_path / name)]) == 0
+        assert "2 cells in" in capsys.readouterr().out
+    for name in ("paper.json", "gamma.svg"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+    assert "Spread of the measured overlap ratio" in (tmp_path / "one" / "paper.md").read_text()
+
+
+def test_the_command_refuses_an_unknown_section(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["paper", "--only", "nonsense"])
+    assert "'nonsense' is unknown: choose from convergence" in capsys.readouterr().err

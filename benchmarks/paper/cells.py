@@ -8,11 +8,11 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.paper.convergence import train
+from benchmarks.paper.prediction import gamma_spread, prediction_errors
+from benchmarks.paper.steps import by_total_batch, from_even_start
 from cannikin.errors import InvalidInputError
 from cannikin.sim.catalog import workload_names
-from cannikin.sim.evaluation.convergence import train
-from cannikin.sim.evaluation.prediction import gamma_spread, prediction_errors
-from cannikin.sim.evaluation.steps import by_total_batch, from_even_start
 
 __all__ = ["POLICIES", "SECTIONS", "START_POLICIES", "Cell", "all_cells", "run_cells"]
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.paper.optimum import best_split, settled_step_s
 from cannikin.core.controller import Controller
 from cannikin.core.goodput import total_grid
 from cannikin.core.paper import PaperPlanner
 from cannikin.core.records import Job, Planner
 from cannikin.sim.engine import Simulation
-from cannikin.sim.evaluation.optimum import best_split, settled_step_s
 from cannikin.sim.runs import find_machine, job_for
 from cannikin.sim.workload import find_workload
 

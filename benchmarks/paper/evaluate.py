@@ -1,0 +1,90 @@
+"""`python -m benchmarks paper`: every figure and table of the paper's evaluation, in simulation, with one command."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import Progress
+
+from benchmarks.paper.cells import SECTIONS, Cell, all_cells, run_cells
+from benchmarks.paper.report import write_report
+from cannikin import words
+
+__all__ = ["command", "main"]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command with these options, or with none."""
+    try:
+        command.main(arguments or [], prog_name="python -m benchmarks paper", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+
+
+def _parse_sections(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...]:
+    sections = SECTIONS if value is None else tuple(part.strip() for part in value.split(","))
+    unknown = [section for section in sections if section not in SECTIONS]
+    if unknown:
+        raise click.BadParameter(f"{unknown[0]!r} is unknown: choose from {', '.join(SECTIONS)}", ctx, param)
+    return sections
+
+
+@click.command("paper")
+@click.option("--out", type=click.Path(path_type=Path), default=Path("paper-evaluation"), help="Folder to write to.")
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, help="The first seed of all noise.")
+@click.option("--num-seeds", type=click.IntRange(1, 20), default=1, help="Seeds to average over.")
+@click.option("--only", "sections", callback=_parse_sections, metavar="S[,S...]", help=f"Of {', '.join(SECTIONS)}.")
+@click.option("--jobs", type=click.IntRange(min=1), default=None, help="Processes; as many as cores where left out.")
+@click.option("--json", "as_json", is_flag=True, help="Print the results as one JSON object as well.")
+def command(out: Path, seed: int, num_seeds: int, sections: tuple[str, ...], jobs: int | None, as_json: bool) -> None:
+    """Regenerate the paper's evaluation: paper.md, paper.json and plots, in a folder.
+
+    The same seed gives the same paper.json. measured.json has the planner's CPU time, which differs from run to run.
+    """
+    cells = all_cells(sections, tuple(range(seed, seed + num_seeds)))
+    start_s = time.perf_counter()
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=as_json or not console.is_terminal) as progress:
+        task = progress.add_task("evaluating", total=sum(cell.cost for cell in cells))
+
+        def on_done(cell: Cell) -> None:
+            progress.advance(task, cell.cost)
+
+        results = run_cells(cells, num_processes=jobs or os.cpu_count() or 1, on_done=on_done)
+    measured = _take_measured(results)
+    text, plots = write_report(results, measured)
+    files = {"paper.md": text, **plots, "paper.json": _json(results), "measured.json": _json(measured)}
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            (out / name).write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise click.UsageError(f"--out {out}: cannot be written: {error.strerror}") from error
+    if as_json:
+        click.echo(_json(results), nl=False)
+    else:
+        click.echo(
+            f"{len(cells)} cells in {words.duration((time.perf_counter() - start_s) * 1e3)}: see {out / 'paper.md'}"
+        )
+
+
+def _take_measured(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Remove what was measured rather than simulated from the results, and return it."""
+    measured: dict[str, dict[str, Any]] = {}
+    for section, cells in results.items():
+        for key, cell in cells.items():
+            if isinstance(cell, dict) and "measured" in cell:
+                measured.setdefault(section, {})[key] = cell.pop("measured")
+    return measured
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, allow_nan=False) + "\n"
