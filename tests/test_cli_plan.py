@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 import cannikin
 from cannikin.cli import main
-from cannikin.cli.plan import _grid
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "clusters" / "three-kinds.toml"
 
@@ -164,21 +163,26 @@ def test_a_noise_scale_of_zero_makes_a_larger_batch_worthless(write):
     assert report(write(PAIR), "--batch-range", "4:256", "--noise-scale", 0)["best_total_batch"] == 4
 
 
+def totals(path: str, low: int, high: int) -> list[int]:
+    """The total batches that a range is tried at."""
+    return [row["total_batch"] for row in report(path, "--batch-range", f"{low}:{high}")["rows"]]
+
+
 @given(low=st.integers(1, 10**12), factor=st.floats(1, 1e12))
 @example(low=256, factor=32.0)
 @example(low=1, factor=1e12)
-@settings(deadline=None)
-def test_the_grid_is_short_and_rising_and_has_both_ends(low, factor):
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_totals_of_a_range_are_few_and_rising_and_have_both_ends(write, low, factor):
     high = min(10**12, int(low * factor))
-    grid = _grid(low, high)
-    assert grid[0] == low
-    assert grid[-1] == high
-    assert len(grid) <= 12
-    assert grid == sorted(set(grid))
+    tried = totals(write(COMM + node(0.25)), low, high)
+    assert tried[0] == low
+    assert tried[-1] == high
+    assert len(tried) <= 12
+    assert tried == sorted(set(tried))
 
 
-def test_the_grid_has_every_doubling_where_they_fit():
-    assert {256, 512, 1024, 2048, 4096, 8192} <= set(_grid(256, 8192))
+def test_the_totals_of_a_range_have_every_doubling_where_they_fit(write):
+    assert {256, 512, 1024, 2048, 4096, 8192} <= set(totals(write(COMM + node(0.25)), 256, 8192))
 
 
 # Any cluster within the limits

@@ -139,10 +139,14 @@ class PtyProgram:
         self._size = (columns, rows)
 
     @property
+    def output(self) -> str:
+        """All that it has written so far."""
+        return self._output.decode(errors="ignore")
+
+    @property
     def screen(self) -> Screen:
         """What it shows by now."""
-        # The pty writes \r\n for \n.
-        return Screen(*self._size).feed(self._output.decode(errors="ignore").replace("\r\n", "\n"))
+        return Screen(*self._size).feed(self.output.replace("\r\n", "\n"))  # the pty writes \r\n for \n
 
     def until(self, condition: Callable[[Screen], bool], timeout_s: float = 20.0) -> Screen:
         """Read until the screen is as wanted."""

@@ -374,7 +374,7 @@ print("printed")
 def test_after_an_error_or_ctrl_c_the_terminal_is_as_it_was_and_the_error_is_seen_last(end, status, last):
     program = PtyProgram(["-c", SCRIPT.format(end=end)])
     assert program.end() == status
-    assert "╭─" in program._output.decode()
+    assert "╭─" in program.output
     assert program.screen.lines[0] == "printed"
     assert program.screen.lines[-1].startswith(last)
     assert "╭─" not in program.screen.text
