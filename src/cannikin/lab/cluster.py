@@ -27,7 +27,7 @@ __all__ = [
 
 DEFAULT_SAMPLE_S = 1e-3
 MAX_RANKS = 64  # processes on one machine
-SPEEDS = (1e-3, 1e3)
+_SPEEDS = (1e-3, 1e3)
 _LINK_BIT_PER_S = (1e5, 1e12)
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 
@@ -43,8 +43,8 @@ class Slowdown:
     def __post_init__(self) -> None:
         if self.rank < 0 or self.step < 0:
             raise InvalidInputError(f"slow: rank {self.rank} and step {self.step} must not be negative")
-        if not SPEEDS[0] <= self.factor <= SPEEDS[1]:
-            raise InvalidInputError(f"slow: factor {self.factor:g} must be from {SPEEDS[0]:g} to {SPEEDS[1]:g}")
+        if not _SPEEDS[0] <= self.factor <= _SPEEDS[1]:
+            raise InvalidInputError(f"slow: factor {self.factor:g} must be from {_SPEEDS[0]:g} to {_SPEEDS[1]:g}")
 
 
 class LabDevice(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,8 +100,8 @@ class LabCluster:
         if not 1 <= len(self.speeds) <= MAX_RANKS:
             raise InvalidInputError(f"{len(self.speeds)} ranks: a lab cluster has from 1 to {MAX_RANKS}")
         for rank, speed in enumerate(self.speeds):
-            if not SPEEDS[0] <= speed <= SPEEDS[1]:
-                raise InvalidInputError(f"speed {speed:g} of rank {rank} must be from {SPEEDS[0]:g} to {SPEEDS[1]:g}")
+            if not _SPEEDS[0] <= speed <= _SPEEDS[1]:
+                raise InvalidInputError(f"speed {speed:g} of rank {rank} must be from {_SPEEDS[0]:g} to {_SPEEDS[1]:g}")
         if self.names and len(self.names) != len(self.speeds):
             raise InvalidInputError(f"{len(self.names)} names for {len(self.speeds)} ranks: give one each, or none")
         if self.sample_s is not None and not (0 < self.sample_s <= 100):
