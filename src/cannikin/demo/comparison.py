@@ -26,7 +26,7 @@ from cannikin.lab.cluster import LabCluster
 from cannikin.lab.launch import launch
 from cannikin.report.follow import FollowedRun
 from cannikin.report.live_panel import LivePanel
-from cannikin.words import split, split_sum
+from cannikin.words import counted, split, split_sum
 
 __all__ = ["SUMMARY_NAME", "Bars", "RankLines", "results_table", "run_demo"]
 
@@ -45,9 +45,7 @@ def run_demo(
     cluster = LabCluster(speeds=speeds, sample_s=task.sample_ms / 1e3, fixed_s=task.fixed_ms / 1e3)
     if task.dataset == "digits" and data is not None:
         console.print(f"--data {data} is not used: scikit-learn brings the digits.", highlight=False)
-    ranks = ", ".join(f"{speed:g}" for speed in speeds)
-    heading = f"Training on {task.dataset} to {task.target:.0%} accuracy on {len(speeds)} ranks of speed {ranks}."
-    console.print(heading, highlight=False)
+    console.print(f"Training on {_goal(task)} on {_ranks(speeds)}.", highlight=False)
     out.mkdir(parents=True, exist_ok=True)
     results: list[dict[str, Any]] = []
     script = ["-m", "cannikin.demo.train", "--task", msgspec.json.encode(task).decode()]
@@ -180,9 +178,8 @@ class Bars:
 
 def results_table(task: Task, speeds: tuple[float, ...], results: list[dict[str, Any]]) -> Table:
     """Return a table of every policy's figures, the fastest first."""
-    ranks = ", ".join(f"{speed:g}" for speed in speeds)
     table = Table(
-        title=f"{task.dataset} to {task.target:.0%} accuracy, {len(speeds)} ranks of speed {ranks}",
+        title=f"{_goal(task)}, {_ranks(speeds)}",
         caption=f"Device time of b samples at speed v: {task.fixed_ms:g} + {task.sample_ms:g} b/v ms. Seconds are of "
         f"training alone; all policies have the same network, data, seed {task.seed} and B0 = {task.batch_size}.",
     )
@@ -199,6 +196,14 @@ def results_table(task: Task, speeds: tuple[float, ...], results: list[dict[str,
             f"{result['accuracy']:.1%}",
         )
     return table
+
+
+def _goal(task: Task) -> str:
+    return f"{task.dataset} to {task.target:.0%} accuracy"
+
+
+def _ranks(speeds: tuple[float, ...]) -> str:
+    return f"{counted(len(speeds), 'rank')} of speed {', '.join(f'{speed:g}' for speed in speeds)}"
 
 
 def _path(totals: list[int]) -> str:

@@ -16,6 +16,7 @@ from cannikin.lab.cluster import LabCluster
 from cannikin.lab.mechanisms import AUTO, Mechanism, choose
 from cannikin.lab.processes import Outputs, interruptible, run_agents
 from cannikin.lab.run_folder import exits, first_failure, write_settings
+from cannikin.words import counted
 
 __all__ = ["launch"]
 
@@ -90,7 +91,7 @@ def _check_script(script: Sequence[str]) -> None:
 def _heading(mechanism: Mechanism, reason: str, cluster: LabCluster) -> str:
     names = [f" ({name})" for name in cluster.names] or [""] * cluster.num_ranks
     speeds = ", ".join(f"{speed:g}{name}" for speed, name in zip(cluster.speeds, names, strict=True))
-    ranks = f"{cluster.num_ranks} ranks of speed {speeds}"
+    ranks = f"{counted(cluster.num_ranks, 'rank')} of speed {speeds}"
     return f"{mechanism.name} mechanism ({reason}), {ranks}: {mechanism.words(cluster)}"
 
 

@@ -50,7 +50,7 @@ class Hosts:
     summary = "a network namespace and a torchrun for each rank; needs root"
 
     def unavailable(self) -> str | None:
-        """Ask for Linux, root and iproute2."""
+        """Return which of Linux, root and iproute2 is missing."""
         if not sys.platform.startswith("linux"):
             return "network namespaces are Linux's: use --mechanism portable, without --link"
         if os.geteuid() != 0:
@@ -61,7 +61,7 @@ class Hosts:
         return None
 
     def missing(self, cluster: LabCluster) -> str | None:
-        """Ask for device times where speeds change, and for a cpu controller where speeds come from quotas."""
+        """Return what is missing: device times where speeds change, a cpu controller where speeds come from quotas."""
         unavailable = self.unavailable()
         if unavailable is not None:
             return unavailable

@@ -29,7 +29,7 @@ class Mps:
     summary = "shares of one NVIDIA GPU"
 
     def unavailable(self) -> str | None:
-        """Ask for MPS's own tool and a GPU."""
+        """Return which of MPS's own tool and a GPU is missing."""
         if shutil.which(_CONTROL) is None:
             return f"{_CONTROL} is not on the path: it comes with NVIDIA's driver"
         if not Path("/dev/nvidiactl").exists():

@@ -18,7 +18,7 @@ class Portable:
     summary = "ranks sleep up to their device's time; needs no privileges"
 
     def unavailable(self) -> str | None:
-        """Ask for nothing."""
+        """Return None: every machine can have it."""
         return None
 
     def missing(self, cluster: LabCluster) -> str | None:
