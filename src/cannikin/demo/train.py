@@ -98,7 +98,12 @@ class Run:
         dist.broadcast(score, 0)
         self.accuracy = float(score)
         self.curve.append((round(self.seconds, 3), self.samples, round(self.accuracy, 4)))
-        self.model.log(accuracy=self.accuracy, train_s=round(self.seconds, 3), samples=self.samples)
+        self.model.log(
+            accuracy=self.accuracy,
+            target_accuracy=self.task.target,  # by these names the report knows the target and the time spent training
+            train_s=round(self.seconds, 3),
+            samples=self.samples,
+        )
         plan = self.model.plan
         if dist.get_rank() == 0 and plan is not None:
             line = {"kind": "progress", "policy": self.policy, "accuracy": self.accuracy, "seconds": self.seconds}
