@@ -75,7 +75,8 @@ def refusal(*args: object) -> str:
 def test_json_is_one_object_with_exactly_the_agreed_keys(write):
     got = report(write(PAIR), "--batch", 12)
     numbers = {key: got.pop(key) for key in ("step_ms", "even_step_ms", "speedup_over_even")}
-    assert got == {"total_batch": 12, "local_batches": [8, 4], "bottlenecks": ["compute", "compute"]}
+    fewer = {"faster_without": None}
+    assert got == {"total_batch": 12, "local_batches": [8, 4], "bottlenecks": ["compute", "compute"], **fewer}
     assert numbers == pytest.approx({"step_ms": 7.0, "even_step_ms": 9.0, "speedup_over_even": 9 / 7}, rel=1e-15)
 
 
@@ -101,6 +102,18 @@ def test_an_even_split_that_breaks_a_bound_is_null(write, batch, why):
 @pytest.mark.parametrize("batch", [4, 5, 6, 7, 1001])
 def test_on_equal_ranks_the_speed_up_is_exactly_one(write, batch):
     assert report(write(COMM + node(0.3, fixed=1.7, count=4)), "--batch", batch)["speedup_over_even"] == 1
+
+
+def test_json_says_without_which_ranks_the_batch_would_be_faster(write):
+    path = write(SLOW_RANKS)
+    got = report(path, "--batch", 64)
+    assert (got["faster_without"]["ranks"], got["faster_without"]["names"]) == ([2, 3], ["slow", "slow"])
+    alone = report(path, "--batch", 64, "--without", "slow", "--without", "slow")
+    assert got["faster_without"]["local_batches"] == alone["local_batches"]
+    assert got["faster_without"]["step_ms"] == pytest.approx(alone["step_ms"], rel=1e-12)
+    of_range = report(path, "--batch-range", "16:64")
+    assert of_range["best_total_batch"] == 64
+    assert of_range["faster_without"] == got["faster_without"], "a range has it for its best total batch"
 
 
 # Without a node
@@ -140,7 +153,7 @@ def test_without_refuses_to_choose_between_unlike_nodes_of_one_name(write):
 
 def test_a_range_has_throughput_and_the_largest_is_best(write):
     got = report(write(PAIR), "--batch-range", "2:64")
-    assert set(got) == {"rows", "best_total_batch"}
+    assert set(got) == {"rows", "best_total_batch", "faster_without"}
     assert set(got["rows"][0]) == {"total_batch", "step_ms", "local_batches", "throughput_per_s"}
     for row in got["rows"]:
         assert sum(row["local_batches"]) == row["total_batch"]

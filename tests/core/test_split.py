@@ -14,7 +14,7 @@ from clusters import KINDS, draw_cluster, draw_total, finish_table, rng_of
 from scipy.optimize import LinearConstraint, linprog, milp
 
 from cannikin.core.perf import Cluster, Curve, step_time
-from cannikin.core.split import SplitSolver, drop_candidate, optimal_split
+from cannikin.core.split import SplitSolver, alike, drop_candidate, fewer_ranks, optimal_split
 from cannikin.errors import InvalidInputError
 
 RELATIVE = 1e-9
@@ -247,3 +247,25 @@ def test_ranks_that_take_no_time_at_all_share_evenly() -> None:
     curve = Curve(fixed_s=[0.0, 0.0], per_sample_s=[0.0, 0.0])
     cluster = Cluster(forward=curve, backward=curve, gammas=[1.0], tails_s=[0.0])
     assert [optimal_split(cluster, total).local_batches for total in (2, 5)] == [(1, 1), (3, 2)]
+
+
+def test_like_ranks_of_one_name_are_left_out_together_where_that_is_fastest() -> None:
+    forward = Curve(fixed_s=[1.0, 50.0, 50.0], per_sample_s=[0.25, 0.5, 0.5])
+    backward = Curve(fixed_s=[1.0, 1.0, 1.0], per_sample_s=[0.5, 1.0, 1.0])
+    for names, expected in ((("new", "old", "old"), (1, 2)), (("new", "old", "other"), (1,))):
+        trio = Cluster.two_point(
+            forward=forward, backward=backward, gamma=0.25, overlapped_s=9.0, last_s=1.0, names=names
+        )
+        found = fewer_ranks(trio, 30)
+        assert found is not None
+        assert found[0] == expected
+        assert found[1].step_s < optimal_split(trio, 30).step_s
+    assert fewer_ranks(pair(), 300) is None
+
+
+def test_ranks_are_alike_where_times_and_bounds_are() -> None:
+    twins = Curve(fixed_s=[1.0, 1.0], per_sample_s=[0.25, 0.25])
+    assert alike(pair(forward=twins, backward=twins), [0, 1])
+    assert not alike(pair(forward=twins, backward=twins, max_batch=[8, 9]), [0, 1])
+    assert not alike(pair(), [0, 1])
+    assert alike(pair(), [1])

@@ -11,24 +11,29 @@ import json
 import math
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
 
-from cannikin.cli.plan_table import alike, print_range, print_split
+from cannikin.cli.plan_table import Fewer, Row, print_range, print_split
 from cannikin.cluster_file import MAX_BATCH, load_cluster
-from cannikin.core.goodput import efficiency
+from cannikin.core.goodput import efficiency, total_grid
 from cannikin.core.perf import Cluster, step_time
-from cannikin.core.records import Split
-from cannikin.core.split import SplitSolver
+from cannikin.core.plans import even_batches
+from cannikin.core.records import Job, Split
+from cannikin.core.split import SplitSolver, alike, fewer_ranks
 from cannikin.errors import InvalidInputError
 
-__all__ = ["Row", "command"]
+__all__ = ["command"]
 
 _MAX_ROWS = 12
+# Trying to leave ranks out solves once for every kind of rank; up to here that takes a second or two at worst.
+_MAX_RANKS_TRIED = 1024
+# A smaller gain than this is not worth a sentence.
+_MIN_GAIN = 0.001
 
 
 def _parse_batch(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
@@ -97,17 +102,20 @@ def command(
     heading = path.name + _left_words(without)
     if batch_range is not None:
         rows = _rows(cluster, batch_range, noise_scale, path)
+        best = max(rows, key=lambda row: row.merit)
+        fewer = _fewer(cluster, best.split)
         if as_json:
-            _echo_json(_range_as_json(rows))
+            _echo_json(_range_as_json(rows, best) | _fewer_as_json(cluster, fewer))
         else:
-            print_range(heading, cluster, rows, noise_scale)
+            print_range(heading, cluster, rows, best, noise_scale, fewer)
     elif total_batch is not None:
         split = _solve(SplitSolver(cluster), total_batch, path)
         even_s = _even_step_s(cluster, total_batch)
+        fewer = _fewer(cluster, split)
         if as_json:
-            _echo_json(_split_as_json(split, total_batch, even_s))
+            _echo_json(_split_as_json(split, total_batch, even_s) | _fewer_as_json(cluster, fewer))
         else:
-            print_split(heading, cluster, split, even_s)
+            print_split(heading, cluster, split, even_s, fewer)
 
 
 def _echo_json(value: dict[str, Any]) -> None:
@@ -115,7 +123,7 @@ def _echo_json(value: dict[str, Any]) -> None:
 
 
 def _leave(cluster: Cluster, names: tuple[str, ...], path: Path) -> Cluster:
-    """The cluster after one rank of each of these names has left."""
+    """Return the cluster after one rank of each of these names has left."""
     for position, name in enumerate(names):
         ranks = [rank for rank, label in enumerate(cluster.names) if label == name]
         if not ranks:
@@ -146,12 +154,30 @@ def _solve(solver: SplitSolver, total_batch: int, path: Path) -> Split:
 
 
 def _even_step_s(cluster: Cluster, total_batch: int) -> float | None:
-    """Step time with B // n samples a rank, one more on the first B mod n; None where that breaks a bound."""
-    size, more = divmod(total_batch, cluster.num_ranks)
-    even = size + (np.arange(cluster.num_ranks) < more)
+    """Return the step time of the even split; None where that breaks a bound."""
+    even = np.array(even_batches(Job(num_ranks=cluster.num_ranks, batch_size=total_batch), total_batch))
     if (even < cluster.min_batch).any() or (even > cluster.max_batch).any():
         return None
     return step_time(cluster, even)
+
+
+def _fewer(cluster: Cluster, split: Split) -> Fewer | None:
+    """Return the ranks without which this total batch would be faster, and its split then, where that is worth it."""
+    if not 1 < cluster.num_ranks <= _MAX_RANKS_TRIED:
+        return None
+    found = fewer_ranks(cluster, sum(split.local_batches))
+    return found if found is not None and found[1].step_s <= split.step_s * (1 - _MIN_GAIN) else None
+
+
+def _fewer_as_json(cluster: Cluster, fewer: Fewer | None) -> dict[str, Any]:
+    if fewer is None:
+        return {"faster_without": None}
+    ranks, split = fewer
+    names = [cluster.names[rank] for rank in ranks]
+    step_ms = split.step_s * 1000
+    return {
+        "faster_without": {"ranks": ranks, "names": names, "step_ms": step_ms, "local_batches": split.local_batches}
+    }
 
 
 def _split_as_json(split: Split, total_batch: int, even_s: float | None) -> dict[str, Any]:
@@ -165,55 +191,41 @@ def _split_as_json(split: Split, total_batch: int, even_s: float | None) -> dict
     }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One total batch of a range; efficiency and goodput are None without a noise scale."""
-
-    total_batch: int
-    split: Split
-    throughput_per_s: float
-    efficiency: float | None
-    goodput_per_s: float | None
-
-    @property
-    def merit(self) -> float:
-        return self.throughput_per_s if self.goodput_per_s is None else self.goodput_per_s
-
-
 def _rows(cluster: Cluster, batch_range: tuple[int, int], noise_scale: float | None, path: Path) -> list[Row]:
     solver = SplitSolver(cluster)
     for end in batch_range:  # refuse an impossible end before anything else: a range is not cut short unasked
         _solve(solver, end, path)
-    rows = []
-    for total_batch in _grid(*batch_range):
-        split = _solve(solver, total_batch, path)
-        rate = total_batch / split.step_s
-        worth = _worth(total_batch, batch_range[0], noise_scale)
-        goodput = None if worth is None else rate * worth
-        rows.append(
-            Row(total_batch=total_batch, split=split, throughput_per_s=rate, efficiency=worth, goodput_per_s=goodput)
-        )
-    return rows
+    return [_row(solver, total, batch_range[0], noise_scale, path) for total in _totals_between(*batch_range)]
 
 
-def _worth(total_batch: int, initial_batch: int, noise_scale: float | None) -> float | None:
-    """Statistical efficiency; only the ratio of noise to signal matters, so the signal may be 1."""
+def _row(solver: SplitSolver, total_batch: int, initial_batch: int, noise_scale: float | None, path: Path) -> Row:
+    split = _solve(solver, total_batch, path)
+    rate = total_batch / split.step_s
     if noise_scale is None:
-        return None
-    return float(efficiency(total_batch, initial_batch=initial_batch, noise_trace=noise_scale, signal_sqnorm=1.0))
+        return Row(total_batch=total_batch, split=split, throughput_per_s=rate)
+    # Only the ratio of noise to signal matters, so the signal may be 1.
+    share = float(efficiency(total_batch, initial_batch=initial_batch, noise_trace=noise_scale, signal_sqnorm=1.0))
+    return Row(
+        total_batch=total_batch, split=split, throughput_per_s=rate, efficiency=share, goodput_per_s=rate * share
+    )
 
 
-def _grid(low: int, high: int) -> list[int]:
-    """At most `_MAX_ROWS` total batches from low to high, every doubling of low among them where they fit."""
+def _totals_between(low: int, high: int) -> list[int]:
+    """Return at most 12 total batches from low to high, every doubling of low among them where they fit.
+
+    >>> _totals_between(5, 100)
+    [5, 7, 10, 14, 20, 28, 40, 57, 80, 100]
+    """
     doublings = math.log2(high / low)
-    if doublings > _MAX_ROWS - 1:
-        return sorted({round(value) for value in np.geomspace(low, high, _MAX_ROWS)})
-    per_doubling = int((_MAX_ROWS - 1) / doublings) if doublings else 1
-    steps = range(int(doublings * per_doubling) + 1)
-    return sorted({*(min(high, round(low * 2 ** (step / per_doubling))) for step in steps), high})
+    if not 1 <= doublings <= _MAX_ROWS - 1:
+        return [int(total) for total in total_grid(low, high, _MAX_ROWS)]
+    per_doubling = int((_MAX_ROWS - 1) / doublings)
+    whole = math.ceil(doublings)
+    beyond = total_grid(low, low * 2**whole, whole * per_doubling + 1)
+    return [*(int(total) for total in beyond if total < high), high]
 
 
-def _range_as_json(rows: list[Row]) -> dict[str, Any]:
+def _range_as_json(rows: list[Row], best: Row) -> dict[str, Any]:
     listed = []
     for row in rows:
         entry = {
@@ -225,4 +237,4 @@ def _range_as_json(rows: list[Row]) -> dict[str, Any]:
         if row.efficiency is not None:
             entry |= {"efficiency": row.efficiency, "goodput_per_s": row.goodput_per_s}
         listed.append(entry)
-    return {"rows": listed, "best_total_batch": max(rows, key=lambda row: row.merit).total_batch}
+    return {"rows": listed, "best_total_batch": best.total_batch}

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
 
-import numpy as np
 from rich import box
 from rich.console import RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from cannikin import words
 from cannikin.cli.printing import measured, say
 from cannikin.core.perf import Cluster
 from cannikin.core.records import Split
-from cannikin.core.split import drop_candidate, optimal_split
+from cannikin.core.split import alike
 
-if TYPE_CHECKING:
-    from cannikin.cli.plan import Row
+__all__ = ["Fewer", "Row", "print_range", "print_split"]
 
-__all__ = ["alike", "print_range", "print_split"]
-
-# Trying to leave ranks out solves once for every kind of rank; up to here that takes a second or two at worst.
-_MAX_RANKS_TRIED = 1024
-# A smaller gain than this is not worth a sentence.
-_MIN_GAIN = 0.001
+Fewer = tuple[tuple[int, ...], Split]  # ranks to leave out, and the split over the others
 _MIN_WIDTH = 80
 _MIN_NODE_WIDTH = 12
 # What each bottleneck means for the rank that finishes last.
@@ -42,27 +35,42 @@ _MEANINGS = {
 }
 
 
-def print_split(heading: str, cluster: Cluster, split: Split, even_s: float | None) -> None:
-    """One row for each run of ranks that are alike, then what the split gains."""
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One total batch of a range; efficiency and goodput are None without a noise scale."""
+
+    total_batch: int
+    split: Split
+    throughput_per_s: float
+    efficiency: float | None = None
+    goodput_per_s: float | None = None
+
+    @property
+    def merit(self) -> float:
+        """What the best row has most of."""
+        return self.throughput_per_s if self.goodput_per_s is None else self.goodput_per_s
+
+
+def print_split(heading: str, cluster: Cluster, split: Split, even_s: float | None, fewer: Fewer | None) -> None:
+    """Print one row for each run of ranks that are alike, then what the split gains."""
     total_batch = sum(split.local_batches)
-    digits = _digits(split.step_s * 1000)
     rows = []
     for first, last, name, batch, finish_s, kind in _runs(cluster, split):
         ranks, node = (f"{first}", name) if first == last else (f"{first}-{last}", f"{name} x{last - first + 1}")
-        rows.append([ranks, node, f"{batch:,}", f"{batch / total_batch:.1%}", _ms(finish_s, digits), kind])
+        rows.append([ranks, node, f"{batch:,}", f"{batch / total_batch:.1%}", _ms(finish_s, like_s=split.step_s), kind])
     table = _table(
         ["rank", "node", "local batch", "share", "time", "bottleneck"], rows, left=("rank", "node", "bottleneck")
     )
     _say(
-        _heading(f"{heading}: total batch {total_batch:,} on {_ranks(cluster.num_ranks)}"),
+        _heading(f"{heading}: total batch {total_batch:,} on {words.counted(cluster.num_ranks, 'rank')}"),
         table,
         _summary(cluster, split, total_batch, even_s),
-        *_advice(cluster, split, "It"),
+        *_advice(cluster, split, fewer, "It"),
     )
 
 
 def _runs(cluster: Cluster, split: Split) -> Iterator[tuple[int, int, str, int, float, str]]:
-    """First rank, last rank, name, local batch, time and bottleneck of each run of ranks that agree in all of them."""
+    """Yield first and last rank, name, local batch, time and bottleneck of each run of ranks that have these alike."""
     finish_s = cluster.finish_s(split.local_batches).tolist()
     ranks = zip(cluster.names, split.local_batches, finish_s, split.bottlenecks, strict=True)
     first = 0
@@ -87,49 +95,25 @@ def _summary(cluster: Cluster, split: Split, total_batch: int, even_s: float | N
     return Padding(grid, (0, 0, 0, 1))
 
 
-def _advice(cluster: Cluster, split: Split, what: str) -> Iterator[RenderableType]:
-    """A sentence where fewer ranks would be faster."""
-    found = _fewer_ranks(cluster, sum(split.local_batches)) if 1 < cluster.num_ranks <= _MAX_RANKS_TRIED else None
-    if found is None or found[1].step_s > split.step_s * (1 - _MIN_GAIN):
+def _advice(cluster: Cluster, split: Split, fewer: Fewer | None, what: str) -> Iterator[RenderableType]:
+    """Yield a sentence where fewer ranks would be faster."""
+    if fewer is None:
         return
-    gone, smaller = found
-    name = cluster.names[gone[0]]
-    who = f"rank {gone[0]} ({name})" if len(gone) == 1 else f"the {len(gone)} ranks of {name}"
+    ranks, smaller = fewer
+    name = cluster.names[ranks[0]]
+    who = words.rank_name(ranks[0], name) if len(ranks) == 1 else f"the {len(ranks)} ranks of {name}"
     gain = 1 - smaller.step_s / split.step_s
-    hint = f" (--without {shlex.quote(name)}{f', {len(gone)} times' if len(gone) > 1 else ''})"
+    hint = f" (--without {shlex.quote(name)}{f', {len(ranks)} times' if len(ranks) > 1 else ''})"
     if not alike(cluster, [rank for rank, label in enumerate(cluster.names) if label == name]):
         hint = ""
-    words = f"{what} would be faster without {who}: {_ms(smaller.step_s)} a step, {gain:.1%} less{hint}."
-    yield Padding(Text(words, style="yellow"), (1, 0, 0, 1))
+    text = f"{what} would be faster without {who}: {_ms(smaller.step_s)} a step, {gain:.1%} less{hint}."
+    yield Padding(Text(text, style="yellow"), (1, 0, 0, 1))
 
 
-def _fewer_ranks(cluster: Cluster, total_batch: int) -> tuple[list[int], Split] | None:
-    """The fastest of: one rank less, or all like ranks of one name less. Which ranks leave, and the split then."""
-    one = drop_candidate(cluster, total_batch)
-    best = None if one is None else ([one[0]], one[1])
-    for name in dict.fromkeys(cluster.names):
-        ranks = [rank for rank, label in enumerate(cluster.names) if label == name]
-        if not 1 < len(ranks) < cluster.num_ranks or not alike(cluster, ranks):
-            continue
-        smaller = cluster
-        for rank in reversed(ranks):
-            smaller = smaller.without(rank)
-        split = optimal_split(smaller, total_batch)
-        if split.feasible and (best is None or split.step_s < best[1].step_s):
-            best = ranks, split
-    return best
-
-
-def alike(cluster: Cluster, ranks: list[int]) -> bool:
-    """Whether these ranks have the same times and bounds."""
-    facts = np.concatenate([*cluster.lines(), [cluster.min_batch, cluster.max_batch]])[:, ranks]
-    return bool((facts == facts[:, :1]).all())
-
-
-def print_range(heading: str, cluster: Cluster, rows: list[Row], noise_scale: float | None) -> None:
-    """One row a total batch, the best one marked."""
-    best = max(rows, key=lambda row: row.merit)
-    digits = _digits(rows[0].split.step_s * 1000)
+def print_range(
+    heading: str, cluster: Cluster, rows: list[Row], best: Row, noise_scale: float | None, fewer: Fewer | None
+) -> None:
+    """Print one row per total batch, the best one marked."""
     headers = [
         "total batch",
         "step time",
@@ -138,18 +122,19 @@ def print_range(heading: str, cluster: Cluster, rows: list[Row], noise_scale: fl
     ]
     lines = []
     for row in rows:
-        cells = [f"{row.total_batch:,}", _ms(row.split.step_s, digits), _rate(row.throughput_per_s)]
+        step = _ms(row.split.step_s, like_s=rows[0].split.step_s)
+        cells = [f"{row.total_batch:,}", step, words.figures(row.throughput_per_s)]
         if row.efficiency is not None and row.goodput_per_s is not None:
-            cells += [f"{row.efficiency:.1%}", _rate(row.goodput_per_s)]
+            cells += [f"{row.efficiency:.1%}", words.figures(row.goodput_per_s)]
         lines.append([*cells, "best of these" if row is best else ""])
     table = _table([*headers, ""], lines, left=("",))
     table.rows[rows.index(best)].style = "bold green"
     noise = "" if noise_scale is None else f", noise scale {noise_scale:,.12g}"
     _say(
-        _heading(f"{heading}: {_ranks(cluster.num_ranks)}{noise}"),
+        _heading(f"{heading}: {words.counted(cluster.num_ranks, 'rank')}{noise}"),
         table,
         *_range_notes(rows, best, noise_scale),
-        *_advice(cluster, best.split, f"A total batch of {best.total_batch:,}"),
+        *_advice(cluster, best.split, fewer, f"A total batch of {best.total_batch:,}"),
     )
 
 
@@ -168,7 +153,7 @@ def _heading(text: str) -> RenderableType:
 
 
 def _table(headers: list[str], rows: list[list[str]], left: tuple[str, ...]) -> Table:
-    """A table that folds long node names where it must and cuts nothing short."""
+    """Return a table that folds long node names where it must and cuts nothing short."""
     table = Table(box=box.SIMPLE_HEAD)
     for header, *cells in zip(headers, *rows, strict=True):
         width = max(map(len, (header, *cells)))
@@ -179,21 +164,8 @@ def _table(headers: list[str], rows: list[list[str]], left: tuple[str, ...]) -> 
     return table
 
 
-def _ranks(count: int) -> str:
-    return f"{count:,} rank{'s' if count > 1 else ''}"
-
-
-def _ms(seconds: float, digits: int | None = None) -> str:
-    return f"{seconds * 1000:,.{_digits(seconds * 1000) if digits is None else digits}f} ms"
-
-
-def _digits(value: float) -> int:
-    """Decimals that show four significant figures."""
-    return min(max(3 - math.floor(math.log10(value)), 0), 15)
-
-
-def _rate(value: float) -> str:
-    return f"{value:,.{_digits(value) if value < 1000 else 0}f}"
+def _ms(seconds: float, like_s: float | None = None) -> str:
+    return f"{words.figures(seconds * 1000, None if like_s is None else like_s * 1000)} ms"
 
 
 def _say(*parts: RenderableType) -> None:

@@ -13,6 +13,8 @@ to the lower rank. Cost O(n L log(n L)), L lines a rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -20,7 +22,7 @@ from cannikin.core.perf import Cluster
 from cannikin.core.records import FloatArray, IntArray, Split
 from cannikin.errors import InvalidInputError
 
-__all__ = ["SplitSolver", "drop_candidate", "optimal_split"]
+__all__ = ["SplitSolver", "alike", "drop_candidate", "fewer_ranks", "optimal_split"]
 
 # Finish times closer than this, relative, count as one: the search finds T up to rounding, and the batches must not
 # depend on the order in which the ranks were summed.
@@ -300,6 +302,44 @@ def drop_candidate(cluster: Cluster, total_batch: int) -> tuple[int, Split] | No
         if split.step_s < best_s:
             best_s, best = split.step_s, (rank, split)
     return best
+
+
+def fewer_ranks(cluster: Cluster, total_batch: int) -> tuple[tuple[int, ...], Split] | None:
+    """Return the ranks without which the step would be fastest, and the split then; None where every rank helps.
+
+    Tried are one rank less, and all ranks of one name less where these are alike.
+
+    Example:
+        >>> from cannikin.core.perf import Cluster, Curve
+        >>> curve = Curve(fixed_s=[1.0, 9.0, 9.0], per_sample_s=[0.25] * 3)
+        >>> names = ("new", "old", "old")
+        >>> trio = Cluster.two_point(
+        ...     forward=curve, backward=curve, gamma=0.25, overlapped_s=2.0, last_s=1.0, names=names
+        ... )
+        >>> ranks, split = fewer_ranks(trio, 12)
+        >>> ranks, split.local_batches
+        ((1, 2), (12,))
+    """
+    one = drop_candidate(cluster, total_batch)
+    best_s = optimal_split(cluster, total_batch).step_s if one is None else one[1].step_s
+    best: tuple[tuple[int, ...], Split] | None = None if one is None else ((one[0],), one[1])
+    for name in dict.fromkeys(cluster.names):
+        ranks = tuple(rank for rank, label in enumerate(cluster.names) if label == name)
+        if not 1 < len(ranks) < cluster.num_ranks or not alike(cluster, ranks):
+            continue
+        smaller = cluster
+        for rank in reversed(ranks):
+            smaller = smaller.without(rank)
+        split = optimal_split(smaller, total_batch)
+        if split.feasible and split.step_s < best_s:
+            best_s, best = split.step_s, (ranks, split)
+    return best
+
+
+def alike(cluster: Cluster, ranks: Sequence[int]) -> bool:
+    """Return whether these ranks have the same times and bounds."""
+    facts = np.vstack([*cluster.lines(), cluster.min_batch, cluster.max_batch])[:, ranks]
+    return bool((facts == facts[:, :1]).all())
 
 
 def _envelope(
