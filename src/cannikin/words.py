@@ -176,18 +176,18 @@ def link_speed(mbit_per_s: float) -> str:
 # Splits, ranks and other names.
 
 
-def split(local_batches: Sequence[int]) -> str:
-    """Return a split, equal neighbours together, short where there are many ranks.
+def split(local_batches: Sequence[int], most_parts: int = _MOST_PARTS) -> str:
+    """Return a split, equal neighbours together, short where it has more than this many parts.
 
     Example:
         >>> split((30, 15, 7)), split((4,) * 16 + (2,)), split(range(1, 65))
         ('30, 15, 7', '16 x 4, 2', '1, 2, 3, 4, 5, 6, 7, 8, ... (64 ranks, 1 to 64)')
     """
     parts = [_several(len(list(group)), f"{batch:,}") for batch, group in groupby(local_batches)]
-    if len(parts) <= _MOST_PARTS:
+    if len(parts) <= most_parts:
         return ", ".join(parts)
     low, high = min(local_batches), max(local_batches)
-    return f"{', '.join(parts[:_MOST_PARTS])}, ... ({len(local_batches)} ranks, {low:,} to {high:,})"
+    return f"{', '.join(parts[:most_parts])}, ... ({len(local_batches)} ranks, {low:,} to {high:,})"
 
 
 def split_sum(local_batches: Sequence[int], plus: str = " + ") -> str:

@@ -6,27 +6,38 @@ With `--from-run` the cluster is fitted from a real run's log, and its splits ar
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
-from cannikin.cli.progress_bar import Progress
-from cannikin.cli.simulate_table import print_replay, print_runs
+from cannikin import words
+from cannikin.cli.printing import measured, say
+from cannikin.core.planners import POLICIES
 from cannikin.core.records import Job
 from cannikin.errors import InvalidInputError
 from cannikin.runlog import RUNLOG_NAME, RunLogWriter, read_runlog
 from cannikin.sim.engine import RunResult, Simulation
 from cannikin.sim.hardware import Machine
-from cannikin.sim.replay import compare, machine_from_log
+from cannikin.sim.replay import Comparison, compare, machine_from_log
 from cannikin.sim.runs import find_machine, job_for, named_planner, simulate
 from cannikin.sim.workload import Workload, find_workload
 
 __all__ = ["command"]
 
 _MAX_SEEDS = 100
+_MAX_SPLITS = 20  # of a log that the table shows
+_MOST_PARTS = 32  # of a split: people compare them rank by rank
+_MOST_WIDTH = 140
+_POLICIES = ", ".join(f"{name} (default)" if name == "cannikin" else name for name in POLICIES)
 
 
 def _parse_seeds(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
@@ -55,7 +66,7 @@ rtx6000, rtx2080ti, t4, a5000, a4000, p4000. Workloads: cifar10, imagenet, bert,
 @click.option("--workload", "workload_name", metavar="W", help="What is trained.")
 @click.option(
     "--policy", "policies", callback=_parse_policies, metavar="P[,P...]",
-    help="cannikin (default), even, lb-bsp, adaptdl, paper; P@epoch sees one window an epoch.",
+    help=f"{_POLICIES}; P@epoch sees one window an epoch.",
 )  # fmt: skip
 @click.option(
     "--seeds", "--seed", "seeds", default="0", callback=_parse_seeds, metavar="N[,N...]", help="One run each."
@@ -99,20 +110,33 @@ def command(
     job = job_for(machine, workload, batch_size=batch_size, max_batch_size=max_batch_size)
     policies = policies or ("cannikin",)
     runs: dict[tuple[str, int], RunResult] = {}
-    with Progress(len(policies) * len(seeds), quiet=as_json) as progress:
+    with _bar(quiet=as_json) as bar:
+        task = bar.add_task("", total=len(policies) * len(seeds))
         for policy in policies:
             for seed in seeds:
+
+                def show(share: float, num_done: int = len(runs)) -> None:
+                    bar.update(task, completed=num_done + share)
+
+                bar.update(task, completed=len(runs), description=f"{policy}, seed {seed}")
                 with ExitStack() as stack:
                     folder = None if run_dir is None else run_dir / f"{policy.replace('@', '-')}-seed{seed}"
                     observers = () if folder is None else (stack.enter_context(RunLogWriter(folder / RUNLOG_NAME)),)
                     runs[policy, seed] = simulate(
                         machine, workload, policy, job=job, seed=seed, max_epochs=max_epochs, observers=observers,
-                        tags={"cluster": cluster}, on_progress=progress.start(f"{policy}, seed {seed}"),
+                        tags={"cluster": cluster}, on_progress=show,
                     )  # fmt: skip
     if as_json:
         click.echo(json.dumps(_as_json(cluster, workload, job, machine, runs), allow_nan=False))
     else:
-        print_runs(f"{workload.spec.title} on {Path(cluster).name}", workload, machine, job, runs)
+        _print_runs(f"{workload.spec.title} on {Path(cluster).name}", workload, machine, job, runs)
+
+
+def _bar(*, quiet: bool) -> Progress:
+    """Return a bar on stderr, which shows where that is a terminal and nobody asked for quiet."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal)
 
 
 def _as_json(
@@ -185,4 +209,73 @@ def _replay(path: Path, policies: tuple[str, ...], seed: int, steps: int, as_jso
         ]
         click.echo(json.dumps({"splits": listed, "policies": told}, allow_nan=False))
     else:
-        print_replay(str(path), rows, settled, steps)
+        _print_replay(str(path), rows, settled, steps)
+
+
+def _print_runs(
+    heading: str, workload: Workload, machine: Machine, job: Job, runs: dict[tuple[str, int], RunResult]
+) -> None:
+    """Print one row per policy, seeds averaged; then each policy's last split, and whatever did not end well."""
+    totals = f"B0 {job.batch_size:,}" + (f" to {job.largest_total:,}" if job.largest_total > job.batch_size else "")
+    click.echo(f" {heading}: {machine.num_ranks} ranks, {totals}")
+    table = Table(box=box.SIMPLE_HEAD)
+    for header in ("policy", "time to target", "against first", "epochs", "steps", "step time", "last total"):
+        table.add_column(header, justify="left" if header == "policy" else "right")
+    base = None
+    for policy, group in _by_policy(runs):
+        reached = all(run.reached for run in group)
+        elapsed_s = float(np.mean([run.elapsed_s for run in group]))
+        base = elapsed_s if base is None else base
+        took = words.duration(elapsed_s * 1e3, decimals=1)
+        num_steps = float(np.mean([run.num_steps for run in group]))
+        num_samples = float(np.mean([run.num_samples for run in group]))
+        table.add_row(
+            policy,
+            took if reached else f"> {took}",
+            f"{elapsed_s / base - 1:+.1%}",
+            f"{num_samples / workload.spec.num_samples:.1f}",
+            f"{num_steps:,.0f}",
+            f"{elapsed_s / num_steps * 1e3:.1f} ms",
+            f"{group[0].plan.total_batch:,}",
+        )
+    _say_table(table)
+    for policy, group in _by_policy(runs):
+        click.echo(f" {policy}: last split {_by_kind(machine, group[0].plan.local_batches)}")
+    for (policy, seed), run in runs.items():
+        if not run.reached:
+            click.echo(f" {policy}, seed {seed}: {run.reason}")
+
+
+def _print_replay(
+    path: str, rows: list[Comparison], settled: dict[str, tuple[float, tuple[int, ...]]], steps: int
+) -> None:
+    """Print measured against simulated steps, split by split; then what policies would do."""
+    click.echo(f" {path}: steps as measured, and on a simulated cluster fitted from them")
+    table = Table(box=box.SIMPLE_HEAD)
+    for header in ("local batches", "windows", "measured", "simulated", "error"):
+        table.add_column(header, justify="left" if header == "local batches" else "right", overflow="fold")
+    for row in rows[:_MAX_SPLITS]:
+        times = (f"{row.measured_s * 1e3:.2f} ms", f"{row.simulated_s * 1e3:.2f} ms")
+        table.add_row(words.split(row.local_batches, _MOST_PARTS), str(row.num_windows), *times, f"{row.error:+.1%}")
+    _say_table(table)
+    if len(rows) > _MAX_SPLITS:
+        click.echo(f" and {len(rows) - _MAX_SPLITS} splits more: --json has them all")
+    for policy, (step_s, batches) in settled.items():
+        click.echo(f" {policy} after {steps} steps: {step_s * 1e3:.2f} ms with {words.split(batches, _MOST_PARTS)}")
+
+
+def _say_table(table: Table) -> None:
+    """Print a table, if need be wider than the terminal."""
+    say(table, min_width=min(measured(table).maximum, _MOST_WIDTH))
+
+
+def _by_policy(runs: dict[tuple[str, int], RunResult]) -> Iterator[tuple[str, list[RunResult]]]:
+    for policy, group in groupby(runs.items(), key=lambda item: item[0][0]):
+        yield policy, [run for _, run in group]
+
+
+def _by_kind(machine: Machine, batches: tuple[int, ...]) -> str:
+    """Return local batches by kind of rank, in rank order."""
+    pairs = zip(machine.names, batches, strict=True)
+    kinds = groupby(pairs, key=lambda pair: pair[0])
+    return "; ".join(f"{name} {words.split([batch for _, batch in group], _MOST_PARTS)}" for name, group in kinds)
