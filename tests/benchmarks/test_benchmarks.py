@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 
 from benchmarks.__main__ import BENCHMARKS, main
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "benchmarks"
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md"), *FOLDER.glob("reports/*.md")]
 
 
 @pytest.mark.parametrize("module", BENCHMARKS.values())
@@ -30,3 +33,19 @@ def test_options_go_to_the_one_benchmark_that_is_named(capsys):
     assert "--help: options follow one name out of gpu, lab_limit, paper" in capsys.readouterr().err
     assert main(["paper", "--help"]) == 0
     assert "Usage: python -m benchmarks paper" in capsys.readouterr().out
+
+
+def commands(text: str) -> set[str]:
+    """The benchmarks that a page tells its readers to run: names, and modules as ".module"."""
+    found = re.findall(r"python -m benchmarks(\.\w+)?((?: \w+)*)", text)
+    return {name for module, names in found for name in ([module] if module else names.split())}
+
+
+def test_every_benchmark_that_a_page_names_exists():
+    assert commands("`python -m benchmarks solver paper --out x`, `python -m benchmarks.gpu limit`") == {
+        *("solver", "paper", ".gpu")
+    }
+    modules = {f".{path.stem}" for path in FOLDER.glob("*.py")}
+    for page in PAGES:
+        unknown = commands(page.read_text(encoding="utf-8")) - set(BENCHMARKS) - modules
+        assert not unknown, f"{page.relative_to(ROOT)} names what there is not"
