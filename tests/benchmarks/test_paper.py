@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+from pathlib import Path
 from statistics import median
 from xml.etree import ElementTree
 
@@ -102,6 +104,24 @@ def test_the_page_has_every_section_and_every_plot_is_xml():
     assert set(plots) == {"gamma.svg", "start.svg", "steps-deepspeech2.svg"}
     for plot in plots.values():
         assert ElementTree.fromstring(plot).tag.endswith("svg")
+
+
+def test_the_page_of_the_stored_results_has_every_section_and_the_papers_own_numbers():
+    stored = Path(__file__).parents[2] / "benchmarks" / "reports" / "2026-11-15-paper"
+    results, measured = (json.loads((stored / name).read_text()) for name in ("paper.json", "measured.json"))
+    assert set(results) == set(SECTIONS)
+    text, plots = write_report(results, measured)
+    assert set(plots) == {path.name for path in stored.glob("*.svg")}
+    for words in (
+        "Paper: time to target up to 85% below DDP, 52% below AdaptDL, 82% below LB-BSP.",
+        "Paper: Cannikin at OptPerf in epoch 3; LB-BSP after more than 10 epochs.",
+        "Paper: up to 53% below DDP, 18% below LB-BSP.",
+        "at most 3% (NeuMF, ResNets) and 7% (BERT, DeepSpeech2); up to 21% without the weighting.",
+    ):
+        assert words in text
+    assert text.count("| << 1% | << 1% |") == 3
+    assert "| 9% | 2.7% |" in text
+    assert "| 12% | 3.9% |" in text
 
 
 def test_the_overlap_ratio_scatters_more_on_the_less_steady_device():
