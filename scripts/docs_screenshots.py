@@ -17,8 +17,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cannikin.report.live_panel import LivePanel
-from cannikin.report.live_state import LiveState
+from cannikin.live.panel import LivePanel
+from cannikin.live.state import LiveState
 from cannikin.report.write import write_report
 from cannikin.runlog import PlanRecord, RunLogReader
 

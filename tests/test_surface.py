@@ -143,7 +143,7 @@ LAYERS = [
     {"_version", "errors", "words"},
     {"core", "toml_files"},
     {"runlog", "cluster_file"},
-    {"runtime", "sim", "lab", "report"},
+    {"runtime", "sim", "lab", "report", "live", "trace", "trackers"},
     {"integrations", "demo", "doctor"},
     {"cli"},
     {"__init__", "__main__"},
@@ -244,6 +244,7 @@ def test_every_part_of_the_package_has_a_layer():
         ("cannikin.cluster_file", "from cannikin.runlog import read"),
         ("cannikin.runtime.engine", "from cannikin.sim import hardware"),
         ("cannikin.report.html", "from cannikin.cli.plan import command"),
+        ("cannikin.report.read", "from cannikin.live.state import LiveState"),
         ("cannikin.demo.comparison", "import cannikin.integrations.lightning"),
         ("cannikin.cli.plan", "import cannikin"),
     ],
@@ -274,8 +275,6 @@ STILL_SHARED = {
     "profiles.py",
     "recording.py",
     "records.py",
-    "runs.py",
-    "trace.py",
 }
 
 

@@ -14,14 +14,13 @@ if TYPE_CHECKING:
     from cannikin.core.perf import Cluster, Curve, step_time
     from cannikin.core.records import Split
     from cannikin.core.split import optimal_split
-    from cannikin.report.live import LiveView
-    from cannikin.report.observers import ScalarObserver, TensorBoardObserver
-    from cannikin.report.prometheus import PrometheusObserver
+    from cannikin.live.view import LiveView
     from cannikin.runtime.data import HeteroDataLoader
     from cannikin.runtime.engine import Engine, attach
     from cannikin.runtime.parallel import HeteroDataParallel
     from cannikin.runtime.sampler import HeteroBatchSampler
     from cannikin.runtime.schedule import by_progress
+    from cannikin.trackers.observers import PrometheusObserver, ScalarObserver, TensorBoardObserver
 
 __all__ = [
     "Cluster",
@@ -54,13 +53,13 @@ _HOMES = {
     "HeteroBatchSampler": "cannikin.runtime.sampler",
     "HeteroDataLoader": "cannikin.runtime.data",
     "HeteroDataParallel": "cannikin.runtime.parallel",
-    "LiveView": "cannikin.report.live",
+    "LiveView": "cannikin.live.view",
     "NoiseEstimate": "cannikin.core.noise",
     "NoiseTracker": "cannikin.core.noise_tracker",
-    "PrometheusObserver": "cannikin.report.prometheus",
-    "ScalarObserver": "cannikin.report.observers",
+    "PrometheusObserver": "cannikin.trackers.observers",
+    "ScalarObserver": "cannikin.trackers.observers",
     "Split": "cannikin.core.records",
-    "TensorBoardObserver": "cannikin.report.observers",
+    "TensorBoardObserver": "cannikin.trackers.observers",
     "attach": "cannikin.runtime.engine",
     "by_progress": "cannikin.runtime.schedule",
     "load_cluster": "cannikin.cluster_file",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
+from cannikin.report.numbers import RunArrays
+from cannikin.report.read import read_run
 from cannikin.runlog import (
     EventRecord,
     Header,
@@ -19,7 +22,7 @@ from cannikin.runlog import (
     WindowRecord,
 )
 
-__all__ = ["HOSTILE", "header", "plan", "run", "window", "write"]
+__all__ = ["HOSTILE", "header", "plan", "read", "run", "window", "write"]
 
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>&lt;\u2028%{x}\"'"
 
@@ -107,7 +110,7 @@ def run(num_windows: int = 12, num_ranks: int = 3, text: str = "", *, ends: bool
         if place % 2:
             data: dict[str, Any] = {text or "accuracy": 0.5 + 0.04 * place}
             records.append(EventRecord(step=10 * place + 10, kind="eval", data=data, elapsed_ms=300.0 * (place + 1)))
-    records.append(EventRecord(step=10 * num_windows, kind="note", text=text or "made up"))
+    records.append(EventRecord(step=10 * num_windows, kind="changed_speed", text=text or "made up"))
     if ends:
         records.append(EventRecord(step=10 * num_windows, kind="end", text=text))
     return records
@@ -119,3 +122,9 @@ def write(records: list[Record], folder: Path) -> Path:
         for record in records:
             log.write(record)
     return folder
+
+
+def read(records: list[Record], name: str = "run") -> RunArrays:
+    """What the report makes of a log with these records."""
+    with tempfile.TemporaryDirectory() as folder:
+        return read_run(write(records, Path(folder)), name)

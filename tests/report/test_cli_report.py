@@ -12,7 +12,7 @@ from made_up_runs import header, run, window, write
 
 from cannikin.cli import main
 from cannikin.report import page as page_module
-from cannikin.runlog import NoiseRecord, Timeline
+from cannikin.runlog import EventRecord, NoiseRecord, Timeline
 
 pytest.importorskip("plotly", reason="needs plotly: pip install 'cannikin[report]'")
 
@@ -67,17 +67,34 @@ def test_a_run_that_ended_before_it_began_does_not_keep_the_others_from_their_pa
     assert "has no header yet" in report(failed.parent).output
 
 
-def test_the_demo_says_which_accuracy_and_in_which_order(tmp_path):
-    for name in ("even", "cannikin"):
-        write(run()[:-8], tmp_path / name)
-    curves = {"even": [[2.0, 100, 0.5], [4.0, 200, 0.98]], "cannikin": [[1.0, 100, 0.5], [2.5, 200, 0.98]]}
-    policies = {name: {"curve": curve} for name, curve in curves.items()}
-    (tmp_path / "summary.json").write_text(json.dumps({"task": {"target": 0.97}, "policies": policies}))
+def trained(folder, started, curve, **more):
+    """A run that logs seconds of training beside its accuracy, as the demo does."""
+    evaluations = [
+        EventRecord(step=10 * place, kind="eval", data={"accuracy": value, "train_s": seconds, **more}, elapsed_ms=9e5)
+        for place, (seconds, value) in enumerate(curve)
+    ]
+    return write([header(started=started), window(0), *evaluations], folder)
+
+
+def test_a_run_may_log_its_target_and_the_time_it_trained_and_runs_stand_in_the_order_they_started(tmp_path):
+    trained(tmp_path / "even", "2026-01-01T10:00:00+00:00", [(2.0, 0.5), (4.0, 0.98)], target_accuracy=0.97)
+    trained(tmp_path / "cannikin", "2026-01-01T10:05:00+00:00", [(1.0, 0.5), (2.5, 0.98)], target_accuracy=0.97)
     assert report(tmp_path).exit_code == 0
     page = (tmp_path / "report.html").read_text()
     assert "2 runs side by side: even, cannikin." in page
     assert "evaluation is not counted" in page
     assert "cannikin reached accuracy 0.97 first, in 2.5\u00a0s; even in 4\u00a0s (1.60 times as long)." in page
+    assert "Evaluation: target_accuracy" not in page
+    assert "Evaluation: train_s" not in page
+    assert "time spent training" in page
+
+
+def test_a_target_that_is_asked_for_goes_before_the_one_that_was_logged(tmp_path):
+    folder = trained(tmp_path / "mine", "", [(2.0, 0.5), (4.0, 0.98)], target_accuracy=0.97)
+    assert report(folder).exit_code == 0
+    assert "It reached accuracy 0.97 after 4\u00a0s." in (folder / "report.html").read_text()
+    assert report(folder, "--target", "accuracy=0.99").exit_code == 0
+    assert "It did not reach accuracy 0.99." in (folder / "report.html").read_text()
 
 
 def test_several_runs_are_told_apart_and_their_page_goes_where_it_is_asked(tmp_path):

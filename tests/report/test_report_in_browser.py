@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 from browser import Browser, find_chromium
-from made_up_runs import HOSTILE, run
+from made_up_runs import HOSTILE, read, run
 
-from cannikin.report.compare import Target
-from cannikin.report.gather import gather
+from cannikin.report.numbers import Target
 from cannikin.report.page import make_page, plotly_source
-from cannikin.report.sections import comparison, run_section
+from cannikin.report.write import comparison, run_section
 
 pytest.importorskip("plotly", reason="needs plotly: pip install 'cannikin[report]'")
 CHROMIUM = find_chromium()
@@ -73,10 +72,10 @@ def pages(tmp_path_factory):
     """Pages written once for all tests, by name."""
     plotly_js, written = plotly_source(), {}
     for num_ranks in (1, 3, 64):
-        found = gather(run(num_ranks=num_ranks), f"{num_ranks} ranks")
+        found = read(run(num_ranks=num_ranks), f"{num_ranks} ranks")
         written[str(num_ranks)] = make_page("made up", [run_section(found, found.name)], plotly_js)
     for name, text in (("several", ""), ("hostile", HOSTILE)):
-        runs = [gather(run(num_ranks=n, text=text), f"{text} {n}") for n in (3, 16)]
+        runs = [read(run(num_ranks=n, text=text), f"{text} {n}") for n in (3, 16)]
         target = Target(metric=text or "accuracy", value=0.8)
         sections = [comparison(runs, target, "made up"), *(run_section(each, each.name, folded=True) for each in runs)]
         written[name] = make_page(text or name, sections, plotly_js)

@@ -9,23 +9,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from made_up_runs import header, plan, run, window
+from made_up_runs import header, plan, read, run, window
 
-from cannikin.report.arrays import latest
-from cannikin.report.gather import gather
 from cannikin.report.numbers import (
-    ACTIVITIES,
     activity_ms,
     column_means,
     early_rows,
     late_rows,
+    latest,
     mean_shares,
-    phase,
     prediction_error,
+    stretch,
     thin,
+    timeline_bars,
 )
-from cannikin.report.step_bars import step_bars
 from cannikin.runlog import EventRecord, Timeline
+from cannikin.runlog.times import ACTIVITIES
 
 FINITE = st.floats(-1e6, 1e6)
 
@@ -50,7 +49,7 @@ def test_thinning_looks_past_what_is_not_known():
 
 
 def test_columns_of_a_map_are_means_over_equal_stretches_of_steps():
-    windows = gather([header(), *(window(10 * place, (place + 1, 1, 1)) for place in range(8))]).windows
+    windows = read([header(), *(window(10 * place, (place + 1, 1, 1)) for place in range(8))]).windows
     edges, means = column_means(windows, windows.local_batches, 4)
     assert edges.tolist() == [0, 20, 40, 60, 80]
     assert means[:, 0].tolist() == [1.5, 3.5, 5.5, 7.5]
@@ -71,27 +70,27 @@ def test_shares_of_a_rank_add_up_to_one(times, num_steps):
 
 
 def test_activities_add_up_to_the_step_and_what_is_between_steps():
-    windows = gather([header(), window(0)]).windows
+    windows = read([header(), window(0)]).windows
     whole = windows.before_ms + windows.done_ms + windows.loader_ms + windows.other_ms
     assert np.allclose(activity_ms(windows, slice(None)).sum(axis=-1), whole)
 
 
 def test_the_rank_that_waits_least_is_the_one_others_wait_for():
-    found = phase(gather([header(), window(0), window(10)]).windows, np.array([0, 1]))
+    found = stretch(read([header(), window(0), window(10)]).windows, np.array([0, 1]))
     assert found.slowest == 0
     assert found.shares[0, ACTIVITIES.index("waiting")] == 0
 
 
 def test_a_rank_that_measured_nothing_has_no_shares_and_spoils_no_others():
     silent = dict.fromkeys(("before_ms", "backward_ms", "done_ms", "wait_ms"), (None, 1.0, 2.0))
-    found = phase(gather([header(), window(0, **silent)]).windows, np.array([0]))
+    found = stretch(read([header(), window(0, **silent)]).windows, np.array([0]))
     assert np.isnan(found.shares[0]).all()
     assert np.isfinite(found.shares[1:]).all()
     assert found.slowest in (1, 2)
 
 
 def test_early_and_late_are_the_stretches_of_the_first_and_of_the_last_split():
-    windows = gather(run(num_windows=12)).windows
+    windows = read(run(num_windows=12)).windows
     assert early_rows(windows).tolist() == [0, 1, 2, 3]
     assert late_rows(windows).tolist() == list(range(4, 12))
 
@@ -109,7 +108,7 @@ def test_a_window_is_compared_with_what_was_said_of_its_split_before_it():
         plan(30, (24, 16, 8), predicted_step_ms=30.5),  # knows the window it comes after
         window(30, (9, 9, 9), step_ms=20.0),
     ]
-    windows = gather(records).windows
+    windows = read(records).windows
     assert windows.predicted_ms[:2].tolist() == [45.0, 33.0]
     assert np.isnan(windows.predicted_ms[2])
     assert prediction_error(windows) == pytest.approx(0.1)
@@ -133,7 +132,7 @@ def test_a_resume_takes_the_place_of_the_steps_it_does_again_and_its_clock_goes_
         window(20, (30, 18), elapsed_ms=300.0),
         window(30, (30, 18), elapsed_ms=600.0),
     ]
-    found = gather(records)
+    found = read(records)
     assert found.windows.first_step.tolist() == [0, 10, 20, 30]
     assert found.windows.elapsed_ms.tolist() == [300, 600, 1500, 1800]  # 1,200 ms had passed
     assert found.num_redone == 2
@@ -143,8 +142,8 @@ def test_a_resume_takes_the_place_of_the_steps_it_does_again_and_its_clock_goes_
 
 def test_an_end_before_a_resume_is_no_end():
     over = EventRecord(step=10, kind="end")
-    assert gather([header(), over]).ended is over
-    assert gather([header(), over, header(first_step=10)]).ended is None
+    assert read([header(), over]).ended == over
+    assert read([header(), over, header(first_step=10)]).ended is None
 
 
 # The bars of a step
@@ -167,7 +166,7 @@ def timelines(draw):
 
 @given(timelines())
 def test_all_ranks_end_their_step_together_and_none_begins_before_zero(line):
-    bars = step_bars(line)
+    bars = timeline_bars(line)
     ends = {
         rank: max(bar.start_ms + bar.length_ms for bar in bars if bar.rank == rank) for rank in {b.rank for b in bars}
     }
@@ -179,7 +178,7 @@ def test_all_ranks_end_their_step_together_and_none_begins_before_zero(line):
 @given(timelines())
 def test_bars_of_a_lane_cover_one_another_only_where_all_reduces_overtook(line):
     in_order = all(tuple(sorted(done)) == done for done in line.done_ms)
-    bars = step_bars(line)
+    bars = timeline_bars(line)
     for rank in range(len(line.local_batches)):
         for lane in ("compute", "link"):
             own = sorted((bar for bar in bars if (bar.rank, bar.lane) == (rank, lane)), key=lambda bar: bar.start_ms)
@@ -191,5 +190,5 @@ def test_bars_of_a_lane_cover_one_another_only_where_all_reduces_overtook(line):
 def test_the_last_rank_to_be_ready_never_waits_for_a_bucket(line):
     ends = [max(done) for done in line.done_ms]
     ready = np.array(line.ready_ms) - np.array(ends)[:, None]
-    waits = {(bar.rank, bar.bucket) for bar in step_bars(line) if bar.kind == "waiting" and bar.length_ms > 1e-6}
+    waits = {(bar.rank, bar.bucket) for bar in timeline_bars(line) if bar.kind == "waiting" and bar.length_ms > 1e-6}
     assert not waits & {(int(rank), bucket) for bucket, rank in enumerate(ready.argmax(axis=0))}

@@ -6,21 +6,17 @@ import json
 import re
 
 import pytest
-from made_up_runs import HOSTILE, header, plan, run, window
+from made_up_runs import HOSTILE, header, plan, read, run, window
 
-from cannikin.report.by_rank import step_timeline, utilisation
 from cannikin.report.charts import run_charts
-from cannikin.report.compare import Target, compare_headline, reached
-from cannikin.report.figure import Figure, Missing
-from cannikin.report.gather import gather
-from cannikin.report.headline import headline
-from cannikin.report.page import make_page
-from cannikin.report.sections import comparison, run_section
+from cannikin.report.numbers import Target, reached
+from cannikin.report.page import Figure, Missing, make_page
+from cannikin.report.write import compare_headline, comparison, headline, run_section
 from cannikin.runlog import EventRecord
 
 
 def page_of(*runs, target=None):
-    found = [gather(records, f"run {place}") for place, records in enumerate(runs)]
+    found = [read(records, f"run {place}") for place, records in enumerate(runs)]
     if len(found) == 1:
         return make_page("one", [run_section(found[0], "one")], "")
     return make_page(
@@ -36,7 +32,7 @@ def figures_in(page):
 
 
 def test_the_headline_says_what_ran_how_it_went_and_how_it_ended():
-    said = " ".join(headline(gather(run())))
+    said = " ".join(headline(read(run())))
     for part in (
         "Made up (1,000 parameters) trained on 3 ranks: 3 x made up",
         "120 steps",
@@ -49,18 +45,18 @@ def test_the_headline_says_what_ran_how_it_went_and_how_it_ended():
 
 
 def test_the_bottleneck_is_named_where_others_wait_for_it():
-    assert "Rank 0 (made up) is the bottleneck" in " ".join(headline(gather([header(), window(0, (24, 16, 8))])))
-    assert "in balance" in " ".join(headline(gather([header(), window(0, (16, 16, 16))])))
+    assert "Rank 0 (made up) is the bottleneck" in " ".join(headline(read([header(), window(0, (24, 16, 8))])))
+    assert "in balance" in " ".join(headline(read([header(), window(0, (16, 16, 16))])))
 
 
 def test_communication_is_named_where_it_takes_longer_than_computing():
     slow_link = window(0, done_ms=(90.0, 90.0, 90.0), wait_ms=(0.0, 0.0, 0.0))
-    assert "Communication is the bottleneck" in " ".join(headline(gather([header(), slow_link])))
+    assert "Communication is the bottleneck" in " ".join(headline(read([header(), slow_link])))
 
 
 @pytest.mark.parametrize("records", [[header()], [header(1), window(0, (16,))], run(ends=False)[:-1]])
 def test_a_run_that_did_not_say_that_it_ended_is_running_or_was_killed(records):
-    found = gather(records)
+    found = read(records)
     assert headline(found)[-1] == f"The run is still running or was killed: the log ends at step {found.last_step}."
 
 
@@ -69,12 +65,8 @@ def test_a_run_that_did_not_say_that_it_ended_is_running_or_was_killed(records):
 
 @pytest.mark.parametrize("num_ranks", [1, 3, 8, 9, 64, 200])
 def test_every_figure_has_data_words_and_units_for_any_number_of_ranks(num_ranks):
-    found = gather(run(num_ranks=num_ranks))
-    figures = [
-        step_timeline(found),
-        utilisation(found),
-        *(each for group in run_charts(found).values() for each in group),
-    ]
+    found = read(run(num_ranks=num_ranks))
+    figures = [each for group in run_charts(found) for each in group]
     for figure in figures:
         assert isinstance(figure, Figure), figure
         assert figure.title
@@ -88,26 +80,22 @@ def test_every_figure_has_data_words_and_units_for_any_number_of_ranks(num_ranks
 
 
 def test_a_log_with_a_header_alone_says_so_instead_of_drawing():
-    found = gather([header()])
-    figures = [
-        step_timeline(found),
-        utilisation(found),
-        *(each for group in run_charts(found).values() for each in group),
-    ]
+    found = read([header()])
+    figures = [each for group in run_charts(found) for each in group]
     assert all(isinstance(figure, Missing) and figure.reason.endswith(".") for figure in figures)
     assert figures_in(page_of([header()])) == {}
 
 
 def test_a_log_of_many_windows_keeps_its_peak_and_draws_few_points():
     records = [header(), *(window(10 * place, step_ms=9e4 if place == 4321 else 30.0) for place in range(9000))]
-    drawn = next(f for group in run_charts(gather(records)).values() for f in group if f.name == "predicted")
+    drawn = next(f for group in run_charts(read(records)) for f in group if f.name == "predicted")
     measured = drawn.views[0].traces[0]["y"]
     assert max(measured) == 9e4
     assert len(measured) < 2000
 
 
 def test_the_goodput_of_every_plan_is_a_view_with_the_chosen_total_marked():
-    drawn = next(f for group in run_charts(gather(run())).values() for f in group if f.name == "goodput")
+    drawn = next(f for group in run_charts(read(run())) for f in group if f.name == "goodput")
     assert len(drawn.views) == 12
     curve, chosen = drawn.views[0].traces
     assert curve["x"] == [24, 48, 96]  # what the ranks cannot hold has no goodput
@@ -116,9 +104,7 @@ def test_the_goodput_of_every_plan_is_a_view_with_the_chosen_total_marked():
 
 def test_plans_that_compared_nothing_get_a_sentence():
     silent = plan(10, candidate_totals=(), candidate_goodputs=())
-    drawn = next(
-        f for group in run_charts(gather([header(), window(0), silent])).values() for f in group if f.name == "goodput"
-    )
+    drawn = next(f for group in run_charts(read([header(), window(0), silent])) for f in group if f.name == "goodput")
     assert "do not say what was compared" in drawn.reason
 
 
@@ -159,7 +145,7 @@ def evaluated(*values):
 @pytest.mark.parametrize(("sign", "target"), [(1, 0.8), (-1, -0.8)])
 def test_the_first_to_reach_the_target_is_named_whichever_way_is_better(sign, target):
     runs = [
-        gather(evaluated(*(sign * v for v in row)), name)
+        read(evaluated(*(sign * v for v in row)), name)
         for name, row in (("slow", (0.1, 0.2, 0.9)), ("fast", (0.2, 0.8)))
     ]
     result = reached(runs, Target(metric="score", value=target))
@@ -169,7 +155,7 @@ def test_the_first_to_reach_the_target_is_named_whichever_way_is_better(sign, ta
 
 
 def test_a_run_that_never_got_there_is_said_not_to_have():
-    runs = [gather(evaluated(0.1, 0.9), "a"), gather(evaluated(0.1, 0.2), "b"), gather([header()], "c")]
+    runs = [read(evaluated(0.1, 0.9), "a"), read(evaluated(0.1, 0.2), "b"), read([header()], "c")]
     result = reached(runs, Target(metric="score", value=0.8))
     assert result.times_ms == (2000.0, None, None)
     assert compare_headline(runs, result)[-1] == "b, c did not reach it."

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from cannikin.report.compare import Target
-from cannikin.report.runs import empty_runs
+from cannikin.report.numbers import Target
+from cannikin.report.read import empty_runs
 from cannikin.report.write import write_report
 
 __all__ = ["command"]

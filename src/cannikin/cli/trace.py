@@ -12,10 +12,9 @@ from typing import IO
 import click
 
 from cannikin.errors import InvalidInputError
-from cannikin.report.gather import numbers_only
-from cannikin.report.trace import Event, keep_timelines, trace_events
-from cannikin.report.trace_steps import choose_steps, contents, parse_steps
-from cannikin.runlog import RunLogReader
+from cannikin.runlog import RunLogReader, numbers_only
+from cannikin.trace.events import Event, keep_timelines, trace_events
+from cannikin.trace.steps import choose_steps, contents, parse_steps
 
 __all__ = ["command"]
 
@@ -68,7 +67,7 @@ def command(run: Path, steps: str | None, out: str | None) -> None:
 
 
 def _write(events: Iterable[Event], file: IO[str]) -> None:
-    """One event a line."""
+    """Write one event per line."""
     file.write('{"displayTimeUnit": "ms", "traceEvents": [')
     for number, event in enumerate(events):
         file.write((",\n" if number else "\n") + json.dumps(event, allow_nan=False))

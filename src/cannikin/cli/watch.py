@@ -11,11 +11,9 @@ from rich.console import Console
 from rich.live import Live
 
 from cannikin.errors import RunLogError
-from cannikin.report.follow import FollowedRun
-from cannikin.report.gather import numbers_only
-from cannikin.report.live_panel import LivePanel
-from cannikin.report.status_line import status_line
-from cannikin.runlog import run_inside
+from cannikin.live.panel import LivePanel, status_line
+from cannikin.live.view import FollowedRun
+from cannikin.runlog import numbers_only, run_inside
 
 __all__ = ["command"]
 

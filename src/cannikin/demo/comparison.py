@@ -24,8 +24,8 @@ from cannikin.demo.tasks import Task, check_folder
 from cannikin.errors import CannikinError, RunLogError
 from cannikin.lab.cluster import LabCluster
 from cannikin.lab.launch import launch
-from cannikin.report.follow import FollowedRun
-from cannikin.report.live_panel import LivePanel
+from cannikin.live.panel import LivePanel
+from cannikin.live.view import FollowedRun
 from cannikin.words import counted, split, split_sum
 
 __all__ = ["SUMMARY_NAME", "Bars", "RankLines", "results_table", "run_demo"]

@@ -102,7 +102,6 @@ class Run:
             accuracy=self.accuracy,
             target_accuracy=self.task.target,  # by these names the report knows the target and the time spent training
             train_s=round(self.seconds, 3),
-            samples=self.samples,
         )
         plan = self.model.plan
         if dist.get_rank() == 0 and plan is not None:

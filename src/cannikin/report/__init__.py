@@ -1,1 +1,1 @@
-"""What a run log shows: numbers, figures, one HTML page, a timeline and the live view; needs no torch."""
+"""From run logs to one HTML page: numbers, figures and sentences about one run or several; needs no torch."""

@@ -1,37 +1,59 @@
-"""The figures of one run, each from its arrays alone."""
+"""The figures of one run over time, and those of several runs side by side, each from their arrays alone."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cannikin.core.records import FloatArray
-from cannikin.report.arrays import RunArrays, Windows
-from cannikin.report.by_rank import by_rank_over_time
-from cannikin.report.figure import Figure, Key, Missing, View, axis, line, log_axis, short, time_unit
-from cannikin.report.numbers import activity_ms, prediction_error, thin
+from cannikin.report.numbers import Reached, RunArrays, Windows, activity_ms, prediction_error, thin
+from cannikin.report.page import (
+    Figure,
+    Key,
+    Missing,
+    View,
+    axis,
+    line,
+    log_axis,
+    numbers,
+    rank_colour,
+    series_keys,
+    short,
+    time_unit,
+)
+from cannikin.report.rank_charts import ranks_over_time, step_timeline, utilisation
 from cannikin.runlog import PlanRecord
+from cannikin.runlog.times import activity
 from cannikin.words import amount, percent
 
-__all__ = ["STEP_AXIS", "run_charts"]
+__all__ = ["RunCharts", "compare_charts", "run_charts"]
 
-STEP_AXIS = "step (number)"
-_BINS = 200
-_MOST_METRICS = 6
+_STEP_AXIS = "step (number)"
+_BINS, _COMPARED_BINS = 200, 150
+_MOST_METRICS, _MOST_COMPARED_METRICS = 6, 4
 
 
-def run_charts(run: RunArrays) -> dict[str, list[Figure | Missing]]:
-    """Figures over time by the heading they belong under."""
-    return {
-        "Batches": [_local_batches(run), _total_batch(run)],
-        "Where the time goes": [_computing(run), _predicted(run)],
-        "Noise, goodput and learning": [_noise(run), _goodput(run), _lr_factor(run), _progress(run), *_metrics(run)],
-    }
+class RunCharts(NamedTuple):
+    """The figures of one run by what they are about."""
+
+    batches: list[Figure | Missing]
+    times: list[Figure | Missing]
+    learning: list[Figure | Missing]
+
+
+def run_charts(run: RunArrays) -> RunCharts:
+    """Draw one run."""
+    return RunCharts(
+        batches=[_local_batches(run), _total_batch(run)],
+        times=[step_timeline(run), utilisation(run), _computing(run), _predicted(run)],
+        learning=[_noise(run), _goodput(run), _lr_factor(run), _progress(run), *_metrics(run)],
+    )
 
 
 def _local_batches(run: RunArrays) -> Figure | Missing:
-    return by_rank_over_time(
+    return ranks_over_time(
         run.windows,
         run.windows.local_batches,
         name="split",
@@ -45,11 +67,12 @@ def _local_batches(run: RunArrays) -> Figure | Missing:
 def _computing(run: RunArrays) -> Figure | Missing:
     windows = run.windows
     shares = np.empty(windows.local_batches.shape, dtype=np.float64)
-    for start in range(0, len(windows), 4096):  # a piece at a time: a long log's activities are large
+    for start in range(0, len(windows), 4096):  # one piece at a time: a long log's activities are large
         times = activity_ms(windows, slice(start, start + 4096))
         with np.errstate(divide="ignore", invalid="ignore"):
-            shares[start : start + 4096] = 100 * times[..., :2].sum(axis=-1) / times.sum(axis=-1)
-    return by_rank_over_time(
+            computing = activity(times, "optimizer and forward", "backward")
+            shares[start : start + 4096] = 100 * computing / times.sum(axis=-1)
+    return ranks_over_time(
         windows,
         shares,
         name="computing",
@@ -72,7 +95,7 @@ def _total_batch(run: RunArrays) -> Figure | Missing:
         title=title,
         caption=f"Samples in one step on all ranks together. The run was given {job.batch_size:,}{allowed}.",
         views=(View("", [line(x, total, "total batch", "main", steps=True)]),),
-        layout={"xaxis": axis(STEP_AXIS), "yaxis": axis("total batch (samples)", rangemode="tozero")},
+        layout={"xaxis": axis(_STEP_AXIS), "yaxis": axis("total batch (samples)", rangemode="tozero")},
     )
 
 
@@ -100,7 +123,7 @@ def _predicted(run: RunArrays) -> Figure | Missing:
         title=title,
         caption=caption,
         views=(View("", traces),),
-        layout={"xaxis": axis(STEP_AXIS), "yaxis": times},
+        layout={"xaxis": axis(_STEP_AXIS), "yaxis": times},
         legend=tuple(keys),
     )
 
@@ -142,7 +165,7 @@ def _noise(run: RunArrays) -> Figure | Missing:
             ),
         ),
         layout={
-            "xaxis": axis(STEP_AXIS),
+            "xaxis": axis(_STEP_AXIS),
             "yaxis": log_axis("samples (log scale)", floor, top),
         },
         legend=(
@@ -173,7 +196,7 @@ def _goodput(run: RunArrays) -> Figure | Missing:
     return Figure(
         name="goodput",
         title=title,
-        caption="Useful samples a second at each total batch that the planner compared, plan by plan; it moves only "
+        caption="Useful samples per second at each total batch that the planner compared, plan by plan; it moves only "
         "for a clear gain.",
         views=tuple(views),
         layout={
@@ -185,7 +208,7 @@ def _goodput(run: RunArrays) -> Figure | Missing:
 
 
 def _curve(plan: PlanRecord) -> tuple[FloatArray, FloatArray]:
-    """The total batches that a plan gives a goodput of, in order, and the goodputs."""
+    """Return the total batches that a plan gives a goodput of, in order, and the goodputs."""
     both = zip(plan.candidate_totals, plan.candidate_goodputs, strict=False)
     known = sorted((total, goodput) for total, goodput in both if goodput is not None and total > 0)
     totals, goodputs = np.array(known, dtype=np.float64).reshape(-1, 2).T
@@ -202,7 +225,7 @@ def _lr_factor(run: RunArrays) -> Figure | Missing:
         title=title,
         caption="What the user's own learning rate is multiplied by, so that a larger total batch takes larger steps.",
         views=(View("", [line(x, factor, "factor", "main", steps=True)]),),
-        layout={"xaxis": axis(STEP_AXIS), "yaxis": axis("factor (times the user's rate)", rangemode="tozero")},
+        layout={"xaxis": axis(_STEP_AXIS), "yaxis": axis("factor (times the user's rate)", rangemode="tozero")},
     )
 
 
@@ -230,7 +253,7 @@ def _progress(run: RunArrays) -> Figure | Missing:
 
 
 def _metrics(run: RunArrays) -> list[Figure | Missing]:
-    """One figure a metric that the user evaluated."""
+    """Draw one figure per metric that the user evaluated."""
     unit, scale = time_unit(run.duration_ms)
     figures: list[Figure | Missing] = []
     for place, (name, metric) in enumerate(list(run.metrics.items())[:_MOST_METRICS]):
@@ -247,7 +270,7 @@ def _metrics(run: RunArrays) -> list[Figure | Missing]:
                 caption=f"What the user evaluated; the last {name} is {amount(metric.value[-1], 4)}.",
                 views=(View("", [line(metric.elapsed_ms[rows] / scale, metric.value[rows], name, "main")]),),
                 layout={
-                    "xaxis": axis(f"time since the start ({unit})", rangemode="tozero"),
+                    "xaxis": axis(f"{_clock_of([run])} ({unit})", rangemode="tozero"),
                     "yaxis": axis(f"{short(name)} (as logged)"),
                 },
             )
@@ -256,7 +279,7 @@ def _metrics(run: RunArrays) -> list[Figure | Missing]:
 
 
 def _stairs(windows: Windows, *columns: FloatArray) -> tuple[FloatArray, list[FloatArray]]:
-    """Columns over steps for lines that hold each value, the last one up to the last window's end."""
+    """Return columns over steps for lines that hold each value, the last one up to the last window's end."""
     if not len(windows):
         return np.zeros(0), [np.zeros(0) for _ in columns]
     rows = thin(np.stack(columns, axis=1), _BINS)
@@ -271,3 +294,125 @@ def _positive(values: FloatArray) -> FloatArray:
 
 def _no_windows(name: str, title: str) -> Missing:
     return Missing(name=name, title=title, reason="The log holds no measured window yet.")
+
+
+# Several runs.
+
+
+def compare_charts(runs: list[RunArrays], result: Reached | None) -> list[Figure | Missing]:
+    """Draw all runs side by side."""
+    figures: list[Figure | Missing] = []
+    if result is not None and any(time is not None for time in result.times_ms):
+        figures.append(_times_to_target(runs, result))
+    names = list(dict.fromkeys(name for run in runs for name in run.metrics))
+    if result is not None:
+        names.sort(key=lambda name: name != result.target.metric)
+    for place, name in enumerate(names[:_MOST_COMPARED_METRICS]):
+        figures.append(_compared_metric(runs, name, place, result))
+    if not names:
+        why = "These logs hold no evaluations: write them with model.log(accuracy=...) to compare what was learned."
+        figures.append(Missing(name="compare-metric", title="Evaluation", reason=why))
+    return [*figures, _compared_column(runs, "step_ms"), _compared_column(runs, "total_batch")]
+
+
+def _times_to_target(runs: list[RunArrays], result: Reached) -> Figure:
+    """Draw one bar per run that reached the target."""
+    unit, scale = time_unit(max(time for time in result.times_ms if time is not None))
+    places = list(range(len(runs)))
+    times = [float("nan") if time is None else time / scale for time in result.times_ms]
+    trace = {
+        "type": "bar",
+        "orientation": "h",
+        "x": numbers(times),
+        "y": places,
+        "marker": {"color": [rank_colour(place) for place in places]},
+        "text": ["not reached" if math.isnan(time) else f"{amount(time)} {unit}" for time in times],
+        "textposition": "none",
+        "hovertemplate": "%{text}<extra></extra>",
+    }
+    labels = [short(run.name) for run in runs]
+    goal = f"{result.target.metric} of {result.target.value:g}"
+    return Figure(
+        name="compare-times",
+        title="Time to target",
+        caption=f"How long each run took to its first {goal}; a run without a bar did not get there.",
+        views=(View("", [trace]),),
+        layout={
+            "xaxis": axis(f"time to target ({unit})", rangemode="tozero"),
+            "yaxis": axis(
+                "run (name)", range=[len(runs) - 0.5, -0.5], tickvals=places, ticktext=labels, showgrid=False
+            ),
+            "bargap": 0.35,
+        },
+        height=110 + 36 * len(runs),
+    )
+
+
+def _compared_metric(runs: list[RunArrays], name: str, place: int, result: Reached | None) -> Figure | Missing:
+    unit, scale = time_unit(max(_longest(runs), 0.0))
+    traces, keys = [], list(series_keys([run.name for run in runs]))
+    for number, run in enumerate(runs):
+        if name in run.metrics:
+            metric = run.metrics[name]
+            rows = np.flatnonzero(np.isfinite(metric.elapsed_ms))
+            rows = rows[thin(metric.value[rows], _COMPARED_BINS)]
+            traces.append(line(metric.elapsed_ms[rows] / scale, metric.value[rows], run.name, rank_colour(number)))
+    if not any(trace["x"] for trace in traces):
+        why = "These logs do not say when they evaluated."
+        return Missing(name=f"compare-metric-{place}", title=f"Evaluation: {name}", reason=why)
+    if result is not None and result.target.metric == name:
+        ends = [0.0, max(x for trace in traces for x in trace["x"])]
+        drawn = line(ends, [result.target.value] * 2, "target", "muted", mode="lines")
+        drawn["line"]["dash"] = "dash"
+        traces.append(drawn)
+        keys.append(Key("target", "muted", "dash"))
+    return Figure(
+        name=f"compare-metric-{place}",
+        title=f"Evaluation: {name}",
+        caption=f"The further left a curve gets there, the better: {name} as each run evaluated it.",
+        views=(View("", traces),),
+        layout={
+            "xaxis": axis(f"{_clock_of(runs)} ({unit})", rangemode="tozero"),
+            "yaxis": axis(f"{short(name)} (as logged)"),
+        },
+        legend=tuple(keys),
+    )
+
+
+def _compared_column(runs: list[RunArrays], column: str) -> Figure | Missing:
+    title, unit_of, caption = {
+        "step_ms": ("Step time", "step time (ms)", "What a step took; compare runs of like total batches."),
+        "total_batch": ("Total batch", "total batch (samples)", "Samples in one step on all ranks together."),
+    }[column]
+    unit, scale = time_unit(_longest(runs))
+    traces = []
+    for number, run in enumerate(runs):
+        values = getattr(run.windows, column)
+        rows = np.flatnonzero(np.isfinite(values) & np.isfinite(run.windows.elapsed_ms))
+        if len(rows):
+            rows = rows[thin(values[rows], _COMPARED_BINS)]
+            x, steps = run.windows.elapsed_ms[rows] / scale, column == "total_batch"
+            traces.append(line(x, values[rows], run.name, rank_colour(number), steps=steps, mode="lines"))
+    if not traces:
+        return Missing(name=f"compare-{column}", title=title, reason="The logs hold no measured window yet.")
+    return Figure(
+        name=f"compare-{column}",
+        title=title,
+        caption=caption,
+        views=(View("", traces),),
+        layout={
+            "xaxis": axis(f"time since the start ({unit})", rangemode="tozero"),
+            "yaxis": axis(unit_of, rangemode="tozero"),
+        },
+        legend=series_keys([run.name for run in runs]),
+    )
+
+
+def _longest(runs: list[RunArrays]) -> float:
+    known = [run.duration_ms for run in runs if math.isfinite(run.duration_ms)]
+    return max(known, default=0.0)
+
+
+def _clock_of(runs: list[RunArrays]) -> str:
+    """Return what the time of these runs' evaluations counts."""
+    return "time spent training" if all(run.in_training_time for run in runs) else "time since the start"

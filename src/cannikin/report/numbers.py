@@ -1,39 +1,171 @@
-"""What the arrays of a run come to: shares of time, errors of predictions, and fewer points for drawing.
+"""A run as arrays, and what these come to: shares of time, errors of predictions, bars of a step, points to draw.
 
-Legend: W windows, n ranks, A activities.
+Legend: W windows, n ranks (the most there ever were), A activities.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from cannikin.core.records import BoolArray, FloatArray, IntArray
-from cannikin.report.arrays import ByRank, Metric, Windows
-from cannikin.report.rank_times import ACTIVITIES, activities
+from cannikin.runlog import EventRecord, Header, PlanRecord, Timeline
+from cannikin.runlog.times import NS_PER_MS, activities, activity, longest_ns, rank_moments
 
 __all__ = [
-    "Phase",
+    "Bar",
+    "ByRank",
+    "Metric",
+    "Reached",
+    "RunArrays",
+    "Stretch",
+    "Target",
+    "Windows",
     "activity_ms",
     "column_means",
     "early_rows",
     "late_rows",
+    "latest",
     "mean_shares",
-    "phase",
     "prediction_error",
-    "rank_rows",
+    "ranks_to_draw",
+    "reached",
+    "stretch",
     "thin",
-    "time_to_target_ms",
+    "timeline_bars",
 ]
 
-_MOST_PHASE_WINDOWS = 50
+ByRank = npt.NDArray[np.float32]  # [W, n]: a long log of many ranks has most of its numbers in these
+_MOST_STRETCH_WINDOWS = 50
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Windows:
+    """The windows that count, oldest first: [W], and by rank [W, n]; NaN where not known.
+
+    As in `WindowRecord`, but `before_ms` is without loading, `elapsed_ms` goes on over resumes, the noise scale and its
+    limits are here, and `predicted_ms` is what the last plan before the window said of the window's split.
+    """
+
+    first_step: FloatArray
+    num_steps: FloatArray
+    total_batch: FloatArray
+    step_ms: FloatArray
+    elapsed_ms: FloatArray
+    progress: FloatArray
+    lr_factor: FloatArray
+    num_skipped: FloatArray
+    noise_scale: FloatArray
+    noise_low: FloatArray
+    noise_high: FloatArray
+    predicted_ms: FloatArray
+    local_batches: ByRank
+    before_ms: ByRank
+    backward_ms: ByRank
+    done_ms: ByRank
+    wait_ms: ByRank
+    loader_ms: ByRank
+    other_ms: ByRank
+
+    def __len__(self) -> int:
+        return len(self.first_step)
+
+    @property
+    def num_ranks(self) -> int:
+        """The number n of ranks."""
+        return int(self.local_batches.shape[1])
+
+
+class Metric(NamedTuple):
+    """What the user evaluated, over time: [E] each."""
+
+    step: FloatArray
+    elapsed_ms: FloatArray
+    value: FloatArray
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RunArrays:
+    """One run, of any length, in little memory.
+
+    Args:
+        name: for people.
+        headers: the first, and one for each resume.
+        windows: what was measured.
+        num_redone: windows left out, since a resume from an older state did their steps again.
+        metrics: by name.
+        targets: the value that a metric is to reach, where the run logged one as `target_NAME`.
+        in_training_time: whether metrics are over the time spent training, as the run logged it in `train_s`.
+        plans: those that changed the split, the first and the last such ones of very many.
+        num_changes: how often the split changed.
+        last_plan: the last plan of all.
+        compared: plans that compared total batches, spread evenly over the run.
+        events: all but evaluations and epochs, the first and the last ones of very many.
+        num_events: how many there were.
+        early, late: a step's timeline of the first and of the last split.
+        last_step: the highest step of which the log tells since the last header.
+        ended: the event that says so, where the run ended as it should.
+        truncated, num_unreadable, num_unknown: as in `RunLog`.
+    """
+
+    name: str
+    headers: tuple[Header, ...]
+    windows: Windows
+    num_redone: int
+    metrics: dict[str, Metric]
+    targets: dict[str, float]
+    in_training_time: bool
+    plans: tuple[PlanRecord, ...]
+    num_changes: int
+    last_plan: PlanRecord | None
+    compared: tuple[PlanRecord, ...]
+    events: tuple[EventRecord, ...]
+    num_events: int
+    early: Timeline | None
+    late: Timeline | None
+    last_step: int
+    ended: EventRecord | None
+    truncated: bool
+    num_unreadable: int
+    num_unknown: int
+
+    @property
+    def header(self) -> Header:
+        """The last header: the run as it is now."""
+        return self.headers[-1]
+
+    @property
+    def duration_ms(self) -> float:
+        """Time that the log spans, pauses before resumes left out; NaN where it tells of none."""
+        known = [value.elapsed_ms[-1] for value in self.metrics.values() if len(value.elapsed_ms)]
+        known += [self.windows.elapsed_ms[-1]] if len(self.windows) else []
+        finite = [value for value in known if np.isfinite(value)]
+        return float(max(finite)) if finite else float("nan")
+
+
+def latest(steps: FloatArray) -> BoolArray:
+    """Return which entries stand, where a step that comes again takes the place of what was there from that step on.
+
+    Example:
+        >>> latest(np.array([0.0, 10.0, 20.0, 10.0, 20.0])).tolist()
+        [True, False, False, True, True]
+    """
+    stands = np.ones(len(steps), dtype=np.bool_)
+    if len(steps) > 1:
+        stands[:-1] = steps[:-1] < np.minimum.accumulate(steps[::-1])[::-1][1:]
+    return stands
+
+
+# What they come to.
 
 
 def thin(values: FloatArray, most_bins: int) -> IntArray:
-    """Indices of the rows to draw: of each bin of rows the first, the last, the lowest and the highest.
+    """Return the indices of the rows to draw: of each bin of rows the first, the last, the lowest and the highest.
 
-    Nothing is lost where there are few rows; where there are many, a line through what is left covers the same
+    Nothing is lost where there are few rows; where there are many, a line through the kept ones covers the same
     pixels, peaks included. `values` is [W] or [W, k]; of several columns each keeps its own peaks.
 
     Example:
@@ -54,7 +186,7 @@ def thin(values: FloatArray, most_bins: int) -> IntArray:
 
 
 def column_means(windows: Windows, values: FloatArray | ByRank, most_columns: int) -> tuple[FloatArray, FloatArray]:
-    """Equal stretches of steps: their edges, [C + 1], and the means of `values`, [W, n], over each, [C, n].
+    """Return the edges, [C + 1], of equal stretches of steps, and the means of `values`, [W, n], over each, [C, n].
 
     A stretch that lies inside a window has that window's values; NaN where no window of it knows any.
     """
@@ -71,11 +203,11 @@ def column_means(windows: Windows, values: FloatArray | ByRank, most_columns: in
     return edges, means
 
 
-def rank_rows(num_ranks: int, most: int) -> list[int]:
-    """The ranks to draw one by one: all, or `most` of them evenly spaced, the first and the last among them.
+def ranks_to_draw(num_ranks: int, most: int) -> list[int]:
+    """Return the ranks to draw one by one: all, or `most` of them evenly spaced, the first and the last among them.
 
     Example:
-        >>> rank_rows(3, 64), rank_rows(9, 3)
+        >>> ranks_to_draw(3, 64), ranks_to_draw(9, 3)
         ([0, 1, 2], [0, 4, 8])
     """
     ranks = np.unique(np.linspace(0, num_ranks - 1, min(num_ranks, most)).round())
@@ -83,24 +215,13 @@ def rank_rows(num_ranks: int, most: int) -> list[int]:
 
 
 def activity_ms(windows: Windows, rows: slice | IntArray | BoolArray) -> FloatArray:
-    """What each rank did with the time of a step in these windows, [W, n, A]; NaN where a rank measured nothing.
-
-    Example:
-        >>> from cannikin.report.gather import gather
-        >>> from cannikin.runlog import Header, JobInfo, WindowRecord
-        >>> window = WindowRecord(first_step=0, num_steps=5, num_valid=5, total_batch=32, local_batches=(24, 8),
-        ...     before_ms=(10.0, 12.0), backward_ms=(20.0, 23.0), done_ms=(30.0, 28.0), wait_ms=(5.0, 0.0))
-        >>> job = JobInfo(batch_size=32)
-        >>> run = gather([Header(cannikin_version="1", started="", policy="even", world_size=2, job=job), window])
-        >>> activity_ms(run.windows, slice(None))[0].tolist()
-        [[10.0, 20.0, 5.0, 5.0, 0.0, 0.0], [12.0, 23.0, 5.0, 0.0, 0.0, 0.0]]
-    """
+    """Return what each rank did with the time of a step, [W, n, A]; NaN where a rank measured nothing."""
     names = ("before", "backward", "done", "wait", "loader", "other")
     return activities(**{name: getattr(windows, f"{name}_ms")[rows].astype(np.float64) for name in names})
 
 
 def mean_shares(times_ms: FloatArray, num_steps: FloatArray) -> FloatArray:
-    """Each activity's share of each rank's time over windows of this many steps, [n, A]; NaN for a silent rank."""
+    """Return each activity's share of each rank's time over windows of so many steps, [n, A]; NaN for a silent rank."""
     weights = np.where(np.isfinite(times_ms).all(axis=-1), num_steps[:, None], 0.0)
     spent = (np.nan_to_num(times_ms) * weights[..., None]).sum(axis=0)
     whole = spent.sum(axis=-1, keepdims=True)
@@ -109,18 +230,18 @@ def mean_shares(times_ms: FloatArray, num_steps: FloatArray) -> FloatArray:
 
 
 def early_rows(windows: Windows) -> IntArray:
-    """The first windows, as long as they have the first split, and not too many of them."""
+    """Return the first windows, as long as they have the first split, and not too many of them."""
     return _run_of_equals(windows, first=True)
 
 
 def late_rows(windows: Windows) -> IntArray:
-    """The last windows, as far back as they have the last split, and not too many of them."""
+    """Return the last windows, as far back as they have the last split, and not too many of them."""
     return _run_of_equals(windows, first=False)
 
 
 def _run_of_equals(windows: Windows, *, first: bool) -> IntArray:
     num = len(windows)
-    rows = np.arange(num)[:_MOST_PHASE_WINDOWS] if first else np.arange(num)[::-1][:_MOST_PHASE_WINDOWS]
+    rows = np.arange(num)[:_MOST_STRETCH_WINDOWS] if first else np.arange(num)[::-1][:_MOST_STRETCH_WINDOWS]
     if not num:
         return rows
     split = np.nan_to_num(windows.local_batches[rows])
@@ -129,7 +250,7 @@ def _run_of_equals(windows: Windows, *, first: bool) -> IntArray:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Phase:
+class Stretch:
     """A stretch of windows with one split: medians over them, and shares of time.
 
     `spread` is by how much of the step the rank that waits most waits longer than the one that waits least, and
@@ -145,19 +266,19 @@ class Phase:
 
     @property
     def total_batch(self) -> int:
-        """B."""
+        """The total batch B."""
         return sum(self.local_batches)
 
 
-def phase(windows: Windows, rows: IntArray) -> Phase:
-    """What these windows, at least one, have in common."""
+def stretch(windows: Windows, rows: IntArray) -> Stretch:
+    """Return what these windows, at least one, have in common."""
     split = windows.local_batches[rows[-1]]
     local_batches = tuple(int(batch) for batch in split[np.isfinite(split)])
     step_ms = _median(windows.step_ms[rows])
     shares = mean_shares(activity_ms(windows, rows), windows.num_steps[rows])
-    wait = shares[:, ACTIVITIES.index("waiting")]
+    wait = activity(shares, "waiting")
     known = np.isfinite(wait).any()
-    return Phase(
+    return Stretch(
         local_batches=local_batches,
         step_ms=step_ms,
         samples_per_s=sum(local_batches) / step_ms * 1e3 if step_ms > 0 else float("nan"),
@@ -168,14 +289,45 @@ def phase(windows: Windows, rows: IntArray) -> Phase:
 
 
 def prediction_error(windows: Windows) -> float:
-    """Median of |predicted - measured| / measured over the windows with a prediction; NaN where there is none."""
+    """Return the median of |predicted - measured| / measured over the windows that have both; NaN where none has."""
     with np.errstate(divide="ignore", invalid="ignore"):
         errors = np.abs(windows.predicted_ms / windows.step_ms - 1.0)
     return _median(errors)
 
 
-def time_to_target_ms(metric: Metric, target: float, *, upwards: bool) -> float | None:
-    """When the metric first reached the target; None where it never did, or at a time that is not known."""
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A value of a metric that runs are to reach."""
+
+    metric: str
+    value: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reached:
+    """When each run reached the target, None for one that did not; `upwards` where more is better."""
+
+    target: Target
+    upwards: bool
+    times_ms: tuple[float | None, ...]
+
+
+def reached(runs: list[RunArrays], target: Target) -> Reached | None:
+    """Return when each run reached the target; None where no run has the metric.
+
+    More is better where the runs begin below the target.
+    """
+    known = [run.metrics[target.metric] for run in runs if target.metric in run.metrics]
+    if not known:
+        return None
+    upwards = float(np.median([metric.value[0] for metric in known])) <= target.value
+    nothing = Metric(step=np.zeros(0), elapsed_ms=np.zeros(0), value=np.zeros(0))
+    times = (_time_to_target_ms(run.metrics.get(target.metric, nothing), target.value, upwards=upwards) for run in runs)
+    return Reached(target=target, upwards=upwards, times_ms=tuple(times))
+
+
+def _time_to_target_ms(metric: Metric, target: float, *, upwards: bool) -> float | None:
+    """Return when the metric first reached the target; None where it never did, or at a time that is not known."""
     reached = (metric.value >= target if upwards else metric.value <= target) & np.isfinite(metric.elapsed_ms)
     return float(metric.elapsed_ms[reached.argmax()]) if reached.any() else None
 
@@ -183,3 +335,65 @@ def time_to_target_ms(metric: Metric, target: float, *, upwards: bool) -> float 
 def _median(values: FloatArray) -> float:
     finite = values[np.isfinite(values)]
     return float(np.median(finite)) if len(finite) else float("nan")
+
+
+# One step as bars: what each rank computes, and each gradient bucket's all-reduce (the paper's overlap figures).
+
+
+class Bar(NamedTuple):
+    """Something that a rank did from `start_ms` for `length_ms`; computing and communication are lanes of their own."""
+
+    rank: int
+    lane: str
+    kind: str
+    bucket: int | None
+    start_ms: float
+    length_ms: float
+
+
+def timeline_bars(line: Timeline) -> list[Bar]:
+    """Return the bars of a timeline without gaps in its numbers, 0 ms where the first rank begins.
+
+    An all-reduce begins when the last rank has its bucket ready and the rank is done with the bucket before; what lies
+    between a rank's own readiness and that moment is waiting. In a lane no bar covers another, unless all-reduces
+    finished in another order than they began.
+
+    Example:
+        >>> line = Timeline(step=12, local_batches=(24, 8), before_ms=(10.0, 12.0), ready_ms=((20.0,), (26.0,)),
+        ...                 done_ms=((33.0,), (31.0,)))
+        >>> [(bar.rank, bar.kind, bar.start_ms, bar.length_ms) for bar in timeline_bars(line) if bar.lane == "link"]
+        [(0, 'waiting', 30.0, 8.0), (0, 'all-reduce', 38.0, 5.0), (1, 'all-reduce', 38.0, 5.0)]
+    """
+    steps = rank_moments(line)
+    end_ns = longest_ns(steps.values())
+    moments = {}  # of each rank's buckets, on one clock
+    bars = []
+    for rank, step in steps.items():
+        start_ns = end_ns - step.length_ns
+        moments[rank] = [(start_ns + ready, start_ns + done) for ready, done in step.buckets]
+        forward_ns, ready_ns = start_ns - step.before_ns, start_ns + step.backward_ns
+        bars.append(_bar(rank, "compute", "optimizer and forward", None, forward_ns, start_ns))
+        bars.append(_bar(rank, "compute", "backward", None, start_ns, ready_ns))
+    all_ready_ns = [max(ready for ready, _ in buckets) for buckets in zip(*moments.values(), strict=True)]
+    for rank, buckets in moments.items():
+        bars += _link_bars(rank, buckets, all_ready_ns)
+    return [bar for bar in bars if bar.length_ms > 0]
+
+
+def _link_bars(rank: int, buckets: list[tuple[int, int]], all_ready_ns: list[int]) -> list[Bar]:
+    """Return waiting and all-reduces of one rank, whose buckets these are."""
+    bars = []
+    free = 0  # the rank is done with all buckets so far
+    for bucket, (all_ready, (own_ready, end)) in enumerate(zip(all_ready_ns, buckets, strict=True)):
+        start = min(all_ready, end)
+        if end >= free:  # not overtaken by a later bucket
+            begin = max(own_ready, free)
+            start = min(max(all_ready, begin), end)
+            bars.append(_bar(rank, "link", "waiting", bucket, begin, start))
+        bars.append(_bar(rank, "link", "all-reduce", bucket, start, end))
+        free = max(free, end)
+    return bars
+
+
+def _bar(rank: int, lane: str, kind: str, bucket: int | None, start_ns: int, end_ns: int) -> Bar:
+    return Bar(rank, lane, kind, bucket, start_ns / NS_PER_MS, (end_ns - start_ns) / NS_PER_MS)

@@ -1,26 +1,98 @@
-"""The page: one HTML text that needs nothing beside it.
+"""The page: its parts, and one HTML text of them that needs nothing beside it.
 
-Plotly's JavaScript, the style and the numbers are in it, and its policy for content forbids every request, so that it
-opens the same without a network. Whatever comes from a log is escaped.
+A figure is traces and layout as plotly's JavaScript takes them, with words around them. Titles, legends and captions
+are HTML beside the drawing, never in it, so that they wrap on narrow screens and cannot cover anything. A colour is the
+name of a role ("series-0", "waiting"), to which the page gives a colour for light and one for dark.
+
+Plotly's JavaScript, the style and the numbers are in the page, and its policy for content forbids every request, so
+that it opens the same without a network. Whatever comes from a log is escaped, also where plotly would take markup.
 """
 
 from __future__ import annotations
 
 import html
+import math
 import re
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from cannikin._version import __version__
 from cannikin.errors import CannikinError
-from cannikin.report.figure import Figure, Key, Missing
 
-__all__ = ["Item", "Section", "Table", "make_page", "plotly_source"]
+__all__ = [
+    "MOST_LINES",
+    "Figure",
+    "Item",
+    "Key",
+    "Missing",
+    "Section",
+    "Table",
+    "View",
+    "axis",
+    "line",
+    "log_axis",
+    "make_page",
+    "numbers",
+    "plotly_source",
+    "rank_colour",
+    "series_keys",
+    "short",
+    "text",
+    "time_unit",
+]
 
+MOST_LINES = 8  # more lines than colours that can be told apart become a map of colours
+_FEW_POINTS = 40
+_LOG_LIMITS = (1e-300, 1e300)  # of what a damaged log may say; beyond them lie 0 and infinity
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
+
+
+class Key(NamedTuple):
+    """One entry of a legend: what a colour stands for; `style` names the shape of its swatch."""
+
+    label: str
+    colour: str
+    style: str = "fill"
+
+
+class View(NamedTuple):
+    """One of the drawings that a figure offers to choose from."""
+
+    label: str
+    traces: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One drawing, or several to choose from, with its words.
+
+    `scale` is what the ends of a colour scale mean, where there is one. `chosen` is the view shown first.
+    """
+
+    name: str
+    title: str
+    caption: str
+    views: tuple[View, ...]
+    layout: dict[str, Any]
+    legend: tuple[Key, ...] = ()
+    scale: tuple[str, str] | None = None
+    chosen: int = -1
+    height: int = 300
+    wide: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Missing:
+    """The place of a figure for which the log has nothing, and why."""
+
+    name: str
+    title: str
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +120,109 @@ class Section:
     folded: bool = False
 
 
+# What figures are made of.
+
+
+def axis(title: str, **more: Any) -> dict[str, Any]:
+    """Return an axis with its title and unit."""
+    return {"title": {"text": title}, **more}
+
+
+def log_axis(title: str, low: float, high: float) -> dict[str, Any]:
+    """Return a logarithmic axis from `low` to `high`, with few enough labels that none covers another."""
+    low, high = (min(max(end, _LOG_LIMITS[0]), _LOG_LIMITS[1]) for end in (low, high))
+    ticks = _log_ticks(low, high)
+    labels = [f"{tick:,.6g}" for tick in ticks]
+    return axis(title, type="log", range=numbers(np.log10([low, high])), tickvals=ticks, ticktext=labels)
+
+
+def _log_ticks(low: float, high: float, most: int = 5) -> list[float]:
+    """Return round numbers from `low` to `high`: as many as there may be, powers of ten first.
+
+    Example:
+        >>> _log_ticks(8.0, 20000.0), _log_ticks(60.0, 2800.0), _log_ticks(41.0, 43.0)
+        ([10.0, 100.0, 1000.0, 10000.0], [100.0, 200.0, 500.0, 1000.0, 2000.0], [41.0, 42.0, 43.0])
+    """
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks: list[float] = []
+    for firsts in ((1,), (1, 3), (1, 2, 5), (1, 2, 3, 4, 5, 7)):
+        more = [first * 10.0**power for power in powers for first in firsts]
+        more = [tick for tick in more if low <= tick <= high]
+        ticks = more if len(more) <= most else ticks or more[:: -(-len(more) // most)]
+    return ticks if len(ticks) > 1 else sorted({float(f"{tick:.2g}") for tick in np.geomspace(low, high, 3)})
+
+
+def line(
+    x: npt.ArrayLike, y: npt.ArrayLike, name: str, colour: str, *, steps: bool = False, **more: Any
+) -> dict[str, Any]:
+    """Return a line; a curve of few points shows them. `steps` holds each value up to the next point."""
+    xs, ys = numbers(x), numbers(y)
+    drawn = {"color": colour, "width": 2, "shape": "hv" if steps else "linear"}
+    mode = "lines+markers" if len(xs) <= _FEW_POINTS and not steps else "lines"
+    trace = {"type": "scatter", "mode": mode, "x": xs, "y": ys, "name": text(name), "line": drawn}
+    return {**trace, "marker": {"size": 5, "color": colour}, **more}
+
+
+def numbers(values: npt.ArrayLike) -> list[float | None]:
+    """Return numbers as JSON has them, six digits each: more cannot be seen, and a page holds many.
+
+    Example:
+        >>> numbers([1234567.0, 0.123456789, float("nan")])
+        [1234567.0, 0.123457, None]
+    """
+    array = np.asarray(values, dtype=np.float64)
+    return [_short(value) for value in array.tolist()]
+
+
+def _short(value: float) -> float | None:
+    if not np.isfinite(value):
+        return None
+    return value if value.is_integer() else float(f"{value:.6g}")
+
+
+def text(value: str) -> str:
+    """Return text for plotly to draw as it is."""
+    return html.escape(value, quote=False)
+
+
+def short(value: str, most: int = 18) -> str:
+    """Return text for a label of an axis, where there is little room: cut if need be, and drawn as it is.
+
+    Example:
+        >>> short("accuracy"), short("a name of more than eighteen letters")
+        ('accuracy', 'a name of more...')
+    """
+    return text(value if len(value) <= most else f"{value[: most - 3].rstrip()}...")
+
+
+def rank_colour(rank: int) -> str:
+    """Return the role of a rank, or of any other thing of which there are up to `MOST_LINES`."""
+    return f"series-{rank % MOST_LINES}"
+
+
+def series_keys(names: list[str], style: str = "line") -> tuple[Key, ...]:
+    """Return a legend of things that have colours by their order."""
+    return tuple(Key(name, rank_colour(place), style) for place, name in enumerate(names))
+
+
+def time_unit(longest_ms: float) -> tuple[str, float]:
+    """Return the unit for an axis of times up to `longest_ms`, and milliseconds in it.
+
+    Example:
+        >>> time_unit(20465.0), time_unit(720_000.0)
+        (('s', 1000.0), ('min', 60000.0))
+    """
+    for limit, unit, scale in ((600e3, "s", 1e3), (36e6, "min", 60e3)):
+        if not longest_ms >= limit:
+            return unit, scale
+    return "h", 3.6e6
+
+
+# From the parts to HTML.
+
+
 def make_page(title: str, sections: list[Section], plotly_js: str) -> str:
-    """The whole page."""
+    """Return the whole page."""
     figures: dict[str, Any] = {}
     body = "".join(_section(section, f"s{place}", figures, first=place == 0) for place, section in enumerate(sections))
     style, program = (_asset(name) for name in ("page.css", "page.js"))
@@ -66,7 +239,7 @@ def make_page(title: str, sections: list[Section], plotly_js: str) -> str:
 
 
 def plotly_source() -> str:
-    """Plotly's JavaScript, from the plotly package.
+    """Return Plotly's JavaScript, from the plotly package.
 
     Raises:
         CannikinError: the package is not installed.
@@ -82,7 +255,7 @@ def _asset(name: str) -> str:
 
 
 def _embedded(value: Any) -> str:
-    """JSON that no character of can end the element it stands in."""
+    """Return JSON that is safe inside a `<script>` element: characters that could close it are escaped."""
     plain = msgspec.json.encode(value).decode()
     for character in "<>&\u2028\u2029":
         plain = plain.replace(character, f"\\u{ord(character):04x}")
@@ -104,14 +277,14 @@ def _section(section: Section, name: str, figures: dict[str, Any], *, first: boo
 
 
 def _sentence(sentence: str) -> str:
-    """A sentence in which no line ends between a number and its unit."""
+    """Return a sentence in which no line ends between a number and its unit."""
     return html.escape(
         re.sub(r"(\d) (ms|s|min|h|x)(?= |\W|$)", "\\1\u00a0\\2", sentence).replace("\u00a0x ", "\u00a0x\u00a0")
     )
 
 
 def _arranged(items: list[Item]) -> list[tuple[Item, bool]]:
-    """Items in an order, and whether each is wide, such that two columns have no holes: no figure stands alone."""
+    """Return the items in an order that leaves no figure alone in two columns, and whether each is wide."""
     ordered = sorted(items, key=lambda item: isinstance(item, Missing))
     widths: list[bool] = []
     alone = False  # whether a figure of one column still has none beside it
@@ -160,7 +333,7 @@ def _key(key: Key) -> str:
 
 
 def _controls(figure: Figure, name: str) -> str:
-    """Buttons for a few views, a slider for many; nothing for one."""
+    """Return buttons for a few views, a slider for many; nothing for one."""
     if len(figure.views) == 1:
         label = figure.views[0].label
         return f'<p class="view">{html.escape(label)}</p>\n' if label else ""
@@ -180,7 +353,7 @@ def _controls(figure: Figure, name: str) -> str:
 
 
 def _cell(cell: str, element: str = "td") -> str:
-    """A cell, with room for what it holds: on narrow screens a table scrolls rather than break every word."""
+    """Return a cell, with room for what it holds: on narrow screens a table scrolls rather than break every word."""
     room = ' class="longer"' if len(cell) > 40 else ' class="long"' if len(cell) > 24 else ""
     return f"<{element}{room}>{html.escape(cell)}</{element}>"
 

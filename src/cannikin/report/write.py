@@ -1,23 +1,41 @@
-"""From paths of runs to the page about them."""
+"""From paths of runs to the page about them: sentences, facts, figures and tables in their order."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from cannikin.errors import InvalidInputError
-from cannikin.report.compare import Target
-from cannikin.report.gather import numbers_only
-from cannikin.report.page import make_page, plotly_source
-from cannikin.report.runs import find_runs, load_runs
-from cannikin.report.sections import comparison, run_section
-from cannikin.runlog import RUNLOG_NAME
+import numpy as np
 
-__all__ = ["write_report"]
+from cannikin.core.records import FloatArray
+from cannikin.errors import InvalidInputError
+from cannikin.report.charts import compare_charts, run_charts
+from cannikin.report.numbers import (
+    Reached,
+    RunArrays,
+    Stretch,
+    Target,
+    early_rows,
+    late_rows,
+    prediction_error,
+    reached,
+    stretch,
+)
+from cannikin.report.page import Item, Section, Table, make_page, plotly_source
+from cannikin.report.read import find_runs, read_runs
+from cannikin.runlog import RUNLOG_NAME, EventRecord, RankInfo, numbers_only
+from cannikin.runlog.times import ACTIVITIES, activity
+from cannikin.words import amount, count, counted, duration, kinds, memory, percent, rank_name, split
+
+__all__ = ["compare_headline", "comparison", "headline", "run_section", "write_report"]
 
 _PAGE_NAME = "report.html"
-_DEMO_NOTE = "Accuracies are over the time spent training, as the demo measured it: evaluation is not counted."
+_MOST_RANKS = 256
+_BALANCED = 0.05  # of a step; less than this between the ranks' waiting is noise
+_TRAINING_TIME = "Evaluations are over the time spent training, as it was logged (train_s): evaluation is not counted."
 
 
 def write_report(paths: Sequence[Path], out: Path | None = None, target: Target | None = None) -> Path:
@@ -26,28 +44,316 @@ def write_report(paths: Sequence[Path], out: Path | None = None, target: Target 
     Args:
         paths: run directories, logs, or folders of run directories.
         out: the page's file; else report.html beside what was named, or in the current folder where several were.
-        target: a metric's goal, to say when it was reached; else what the runs' summary says.
+        target: a metric's goal, to say when it was reached; else the one that a run logged.
     """
     plotly_js = plotly_source()
     found = [run for path in paths for run in find_runs(path)]
     out = out or (found[0].folder if len(paths) == 1 else Path()) / _PAGE_NAME
     _refuse_logs(out, [each.path for each in found])
-    runs = load_runs(found)
-    goal = target or next((each.target for each in found if each.target is not None), None)
+    runs = read_runs(found)
+    goal = target or _own_target(runs)
     title = f"Run {runs[0].name}" if len(runs) == 1 else f"{len(runs)} runs"
     with numbers_only(", ".join(str(each.path) for each in found)):
         if len(runs) == 1:
             sections = [run_section(runs[0], title, goal)]
         else:
-            note = _DEMO_NOTE if any(each.curve for each in found) else ""
-            sections = [comparison(runs, goal, title, note), *(run_section(run, run.name, folded=True) for run in runs)]
+            sections = [comparison(runs, goal, title), *(run_section(run, run.name, folded=True) for run in runs)]
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(make_page(title, sections, plotly_js), encoding="utf-8")
     return out
 
 
 def _refuse_logs(out: Path, paths: list[Path]) -> None:
-    """The page must not take the place of what it is about."""
+    """Refuse a page that would take the place of a log it is about."""
     logs = [path / RUNLOG_NAME if os.path.isdir(path) else path for path in paths]
     if os.path.exists(out) and any(os.path.exists(log) and os.path.samefile(out, log) for log in logs):
         raise InvalidInputError(f"{out}: is the run's log, which is not to be overwritten: give another --out")
+
+
+def _own_target(runs: list[RunArrays]) -> Target | None:
+    """Return the first target that a run logged."""
+    own = (Target(metric=name, value=value) for run in runs for name, value in run.targets.items())
+    return next(own, None)
+
+
+# One run.
+
+
+def run_section(run: RunArrays, title: str, target: Target | None = None, *, folded: bool = False) -> Section:
+    """Return one run in full; with a target also when it was reached."""
+    charts = run_charts(run)
+    parts: dict[str, list[Item]] = {
+        "Batches": [*charts.batches, _ranks(run)],
+        "Where the time goes": [*charts.times],
+        "Noise, goodput and learning": [*charts.learning],
+        "Plans and events": [_plans(run), _events(run)],
+    }
+    said = [*headline(run), *([] if target is None else [_target_words(run, target)])]
+    return Section(title=title, sentences=said, facts=_facts(run), parts=parts, folded=folded)
+
+
+def _target_words(run: RunArrays, target: Target) -> str:
+    result = reached([run], target)
+    if result is None:
+        return f"The log holds no metric called {target.metric}."
+    (time_ms,) = result.times_ms
+    goal = f"{target.metric} {target.value:g}"
+    return f"It did not reach {goal}." if time_ms is None else f"It reached {goal} after {duration(time_ms)}."
+
+
+def _facts(run: RunArrays) -> list[tuple[str, str]]:
+    """Return single numbers worth a glance, as far as they are known."""
+    facts = [("time", duration(run.duration_ms)), ("steps", f"{run.last_step:,}")]
+    if len(run.windows):
+        late = stretch(run.windows, late_rows(run.windows))
+        waiting = _known(activity(late.shares, "waiting"))
+        noise = _known(run.windows.noise_scale)
+        facts += [
+            ("last step time", duration(late.step_ms)),
+            ("prediction error", percent(prediction_error(run.windows))),
+            ("samples per second", amount(late.samples_per_s)),
+            ("waiting, mean of ranks", percent(float(waiting.mean()) if len(waiting) else float("nan"))),
+            ("noise scale, samples", amount(float(noise[-1]) if len(noise) else float("nan"))),
+        ]
+    return [(name, value) for name, value in facts if value != "not known"]
+
+
+def _known(values: FloatArray) -> FloatArray:
+    return values[np.isfinite(values)]
+
+
+def _ranks(run: RunArrays) -> Table:
+    """Return where each rank runs, and what it came to take and do."""
+    titles = ["rank", "name", "host", "device", "memory", "first batch", "last batch", "computing", "waiting"]
+    windows, ranks = run.windows, run.header.ranks
+    first, last, shares = None, None, None
+    if len(windows):
+        first, last = windows.local_batches[0], windows.local_batches[-1]
+        shares = stretch(windows, late_rows(windows)).shares
+    rows = []
+    for rank in range(min(run.header.world_size, _MOST_RANKS)):
+        info = ranks[rank] if rank < len(ranks) else RankInfo()
+        row = [f"{rank}", info.name, info.host, info.device, memory(info.memory_bytes)]
+        known = rank < windows.num_ranks  # a run that resumes on more ranks may not have measured them yet
+        row += [_batch(batches[rank]) if known and batches is not None else "" for batches in (first, last)]
+        spent = shares[rank] if known and shares is not None else np.full(len(ACTIVITIES), np.nan)
+        computing, waiting = activity(spent, "optimizer and forward", "backward"), activity(spent, "waiting")
+        rows.append([*row, percent(float(computing)), percent(float(waiting))])
+    note = "Batches in samples; computing and waiting as shares of a rank's time under the last split."
+    if run.header.world_size > _MOST_RANKS:
+        note += f" The first {_MOST_RANKS} of {run.header.world_size:,} ranks."
+    return _without_empty(Table(title="Ranks", titles=titles, rows=rows, note=note, folded=len(rows) > 16))
+
+
+def _batch(batch: float) -> str:
+    return f"{batch:,.0f}" if math.isfinite(batch) else ""
+
+
+def _without_empty(table: Table) -> Table:
+    """Return the table less the columns that say nothing of anyone."""
+    kept = [
+        place
+        for place in range(len(table.titles))
+        if not table.rows or any(row[place] not in ("", "not known") for row in table.rows)
+    ]
+    rows = [[row[place] for place in kept] for row in table.rows]
+    return replace(table, titles=[table.titles[place] for place in kept], rows=rows)
+
+
+def _plans(run: RunArrays) -> Table:
+    """Return every change of the split, with its reason."""
+    shown = list(run.plans)
+    if run.last_plan is not None and run.last_plan not in shown:
+        shown.append(run.last_plan)
+    rows = [
+        [
+            f"{plan.first_step:,}",
+            f"{plan.total_batch:,}",
+            split(plan.local_batches),
+            "" if plan.predicted_step_ms is None else duration(plan.predicted_step_ms),
+            plan.phase,
+            plan.reason,
+        ]
+        for plan in shown
+    ]
+    left_out = run.num_changes - len(run.plans)
+    note = f"{_times(run.num_changes)} a plan with another split was made; the last plan of all ends the table."
+    note += f" {left_out:,} in the middle are left out." if left_out else ""
+    titles = ["from step", "total batch", "split", "predicted step", "phase", "reason"]
+    if not rows:
+        note = "The log holds no plan."
+    return Table(title="Plans and their reasons", titles=titles, rows=rows, note=note, folded=len(rows) > 24)
+
+
+def _times(number: int) -> str:
+    return "Once" if number == 1 else f"{number:,} times"
+
+
+def _events(run: RunArrays) -> Table:
+    """Return what else happened; evaluations have figures of their own."""
+    rows = [[f"{event.step:,}", event.kind, event.text or _data(event)] for event in run.events]
+    left_out = run.num_events - len(run.events)
+    note = f"{left_out:,} in the middle are left out." if left_out else ""
+    note = note if rows else "Nothing but steps, evaluations and epochs happened."
+    return Table(title="Events", titles=["step", "kind", "what happened"], rows=rows, note=note, folded=len(rows) > 12)
+
+
+def _data(event: EventRecord) -> str:
+    return ", ".join(f"{name} {value}" for name, value in event.data.items())
+
+
+# One run in sentences.
+
+
+def _rank_name(run: RunArrays, rank: int) -> str:
+    """Return a rank with what it runs on, as far as the log says."""
+    ranks = run.header.ranks
+    known = (ranks[rank].name or ranks[rank].device) if rank < len(ranks) else ""
+    return rank_name(rank, known)
+
+
+def headline(run: RunArrays) -> list[str]:
+    """Return the run in sentences: what ran, how it went, who held it up, where the log ends."""
+    said = [_what_ran(run)]
+    if len(run.windows):
+        early, late = (stretch(run.windows, rows(run.windows)) for rows in (early_rows, late_rows))
+        said += [_outcome(run, late), _gain(early, late), _bottleneck(run, late)]
+    else:
+        said.append("No window of steps has been written yet, so there is nothing to draw.")
+    return [sentence for sentence in (*said, *_damage(run), _ending(run)) if sentence]
+
+
+def _what_ran(run: RunArrays) -> str:
+    header, job = run.header, run.header.job
+    model = header.model.name or "A model"
+    size = header.model.num_parameters
+    parameters = f" ({count(size)} parameters)" if size else ""
+    devices = [rank.device or rank.name for rank in header.ranks]
+    where = f": {kinds(devices)}" if any(devices) else ""
+    simulated = " in simulated time" if header.tags.get("simulated") == "yes" else ""
+    total = f"a total batch of {job.batch_size:,}"
+    if job.max_batch_size is not None and job.max_batch_size > job.batch_size:
+        total = f"total batches from {job.batch_size:,} to {job.max_batch_size:,}"
+    resumed = len(run.headers) - 1
+    again = f" It was resumed {counted(resumed, 'time')}." if resumed else ""
+    how = f"under the policy {header.policy}, with {total}"
+    return f"{model}{parameters} trained{simulated} on {counted(header.world_size, 'rank')}{where}, {how}.{again}"
+
+
+def _outcome(run: RunArrays, late: Stretch) -> str:
+    spent = duration(run.duration_ms)
+    said = (
+        f"In {spent} it took {run.last_step:,} steps." if spent != "not known" else f"It took {run.last_step:,} steps."
+    )
+    said += f" At the end the total batch of {late.total_batch:,} is split {split(late.local_batches)}"
+    if math.isfinite(late.step_ms):
+        said += f", and a step takes {duration(late.step_ms)}"
+    error = prediction_error(run.windows)
+    return f"{said}; predictions were {percent(error)} off (median)." if math.isfinite(error) else f"{said}."
+
+
+def _gain(early: Stretch, late: Stretch) -> str:
+    """Return its speed against its own first windows, where the split has changed since."""
+    ratio = late.samples_per_s / early.samples_per_s if early.samples_per_s > 0 else float("nan")
+    if not math.isfinite(ratio) or early.local_batches == late.local_batches:
+        return ""
+    rates = f"That is {amount(late.samples_per_s)} samples per second instead of {amount(early.samples_per_s)}"
+    first = f"its own first windows, which had {split(early.local_batches)}"
+    if not 0.8 <= late.total_batch / early.total_batch <= 1.25:  # most of it then comes of the larger total batch
+        return f"{rates} in {first}; the total batch was {early.total_batch:,} then."
+    return f"{rates}: {ratio:.2f} times the speed of {first}." if ratio >= 1.02 else f"{rates} in {first}."
+
+
+def _bottleneck(run: RunArrays, late: Stretch) -> str:
+    if late.slowest is None or len(late.local_batches) < 2:
+        return ""
+    shares = dict(zip(ACTIVITIES, late.shares[late.slowest].tolist(), strict=True))
+    computing = shares["optimizer and forward"] + shares["backward"]
+    if shares["communication"] > computing:
+        return (
+            f"Communication is the bottleneck: even {_rank_name(run, late.slowest)}, which waits least, spends "
+            f"{percent(shares['communication'])} of its time on all-reduces that no computing hides."
+        )
+    if late.spread < _BALANCED:
+        return f"The ranks are in balance: none waits more than {percent(late.spread)} of a step longer than another."
+    loads = f" and loads data {percent(shares['loading'])}" if shares["loading"] > _BALANCED else ""
+    return (
+        f"{_rank_name(run, late.slowest).capitalize()} is the bottleneck: it computes {percent(computing)} of the "
+        f"time{loads}, while others wait for it up to {percent(late.spread)} of a step longer than it waits itself."
+    )
+
+
+def _damage(run: RunArrays) -> list[str]:
+    said = []
+    if run.num_redone:
+        were = "window was" if run.num_redone == 1 else "windows were"
+        said.append(f"{run.num_redone:,} {were} done again after a resume; the figures show what was done last.")
+    if run.num_unreadable:
+        said.append(f"Damaged lines of the log that were left out: {run.num_unreadable:,}.")
+    if run.num_unknown:
+        said.append(f"Lines of kinds that this version does not know, and left out: {run.num_unknown:,}.")
+    return said
+
+
+def _ending(run: RunArrays) -> str:
+    """Return where the log ends."""
+    if run.ended is not None:
+        why = f": {run.ended.text}" if run.ended.text else ""
+        return f"The run ended as it should, at step {run.last_step:,}{why}."
+    cut = ", inside a line," if run.truncated else ""
+    return f"The run is still running or was killed: the log ends{cut} at step {run.last_step:,}."
+
+
+# Several runs.
+
+
+def comparison(runs: list[RunArrays], target: Target | None, title: str) -> Section:
+    """Return several runs side by side."""
+    result = None if target is None else reached(runs, target)
+    titles, rows = compare_table(runs, result)
+    said = compare_headline(runs, result)
+    if target is not None and result is None:
+        said.append(f"None of these logs holds the metric {target.metric}.")
+    return Section(
+        title=title,
+        sentences=[*said, *([_TRAINING_TIME] if any(run.in_training_time for run in runs) else [])],
+        facts=[],
+        parts={"Side by side": [Table(title="Runs", titles=titles, rows=rows), *compare_charts(runs, result)]},
+    )
+
+
+def compare_headline(runs: list[RunArrays], result: Reached | None) -> list[str]:
+    """Return who was first, in sentences."""
+    said = [f"{len(runs)} runs side by side: {', '.join(run.name for run in runs)}."]
+    if result is None:
+        return said
+    goal = f"{result.target.metric} {result.target.value:g}"
+    known = sorted((time, run.name) for run, time in zip(runs, result.times_ms, strict=True) if time is not None)
+    if not known:
+        return [*said, f"None of them reached {goal}."]
+    (best, first), others = known[0], known[1:]
+    sentence = f"{first} reached {goal} first, in {duration(best)}"
+    slower = [f"{name} in {duration(time)} ({time / best:.2f} times as long)" for time, name in others if best > 0]
+    sentence += f"; {', '.join(slower)}." if slower else "."
+    missed = [run.name for run, time in zip(runs, result.times_ms, strict=True) if time is None]
+    return [*said, sentence, *([f"{', '.join(missed)} did not reach it."] if missed else [])]
+
+
+def compare_table(runs: list[RunArrays], result: Reached | None) -> tuple[list[str], list[list[str]]]:
+    """Return titles and rows: one row per run."""
+    titles = ["run", "policy", "ranks", "steps", "time", "last step time", "last total batch", "last split"]
+    rows = []
+    for place, run in enumerate(runs):
+        row = [run.name, run.header.policy, f"{run.header.world_size}", f"{run.last_step:,}", duration(run.duration_ms)]
+        if len(run.windows):
+            late = stretch(run.windows, late_rows(run.windows))
+            row += [duration(late.step_ms), f"{late.total_batch:,}", split(late.local_batches)]
+        else:
+            row += ["not known"] * 3
+        if result is not None:
+            time = result.times_ms[place]
+            row.insert(5, "not reached" if time is None else duration(time))
+        rows.append(row)
+    if result is not None:
+        titles.insert(5, f"time to {result.target.metric} {result.target.value:g}")
+    return titles, rows

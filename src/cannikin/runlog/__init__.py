@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from cannikin.runlog.convert import job_info, noise_record, plan_record, replay_window, window_record
 from cannikin.runlog.decisions import Decisions
-from cannikin.runlog.reader import RunLog, RunLogReader, read_runlog, run_inside
+from cannikin.runlog.reader import RunLog, RunLogReader, numbers_only, read_runlog, run_inside
 from cannikin.runlog.records import (
     FORMAT,
     RUNLOG_NAME,
@@ -66,6 +66,7 @@ __all__ = [
     "WindowRecord",
     "job_info",
     "noise_record",
+    "numbers_only",
     "plan_record",
     "read_runlog",
     "replay_window",

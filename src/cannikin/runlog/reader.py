@@ -6,6 +6,7 @@ import os
 import stat
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +26,7 @@ from cannikin.runlog.records import (
     WindowRecord,
 )
 
-__all__ = ["RunLog", "RunLogReader", "check_first_line", "read_runlog", "run_inside"]
+__all__ = ["RunLog", "RunLogReader", "check_first_line", "numbers_only", "read_runlog", "run_inside"]
 
 _CHUNK_BYTES = 2**20
 _MAX_HEADER_BYTES = 2**26  # a thousand times the header of 1,000 ranks
@@ -104,7 +105,7 @@ class RunLogReader:
         ...     log.write(header)
         ...     with RunLogReader(folder) as reader:
         ...         print(len(reader.poll()), len(reader.poll()))
-        ...         log.write(EventRecord(step=3, kind="note", text="hello"))
+        ...         log.write(EventRecord(step=3, kind="changed_speed", text="hello"))
         ...         print([event.text for event in reader.poll()])
         1 0
         ['hello']
@@ -288,3 +289,12 @@ def _without_details(record: Record) -> Record:
         case PlanRecord():
             return msgspec.structs.replace(record, candidate_totals=(), candidate_goodputs=())
     return record
+
+
+@contextmanager
+def numbers_only(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Refuse a log with whole numbers beyond any that are measured, which JSON can hold and a float cannot."""
+    try:
+        yield
+    except OverflowError as error:
+        raise RunLogError(f"{os.fspath(path)}: holds a number too large to be a measurement: {error}") from error

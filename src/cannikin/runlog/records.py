@@ -195,13 +195,11 @@ class EventRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", t
 
         changed_speed   a rank became faster or slower          data: rank, factor
         nonfinite       a gradient was not finite               data: rank, count
-        oom             a rank ran out of memory                data: rank, local_batch
         resume          the run goes on from a saved state      data: world_size
         epoch           a pass over the data began              data: epoch, position (samples of it already seen),
                                                                 goal (passes of progress asked for), if known
         eval            the user evaluated the model            data: metrics by name
         end             the run ended as it should, which a run that was killed or raised never says
-        note            anything else
     """
 
     step: int

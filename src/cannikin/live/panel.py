@@ -1,0 +1,255 @@
+"""What a live view looks like: the state of a run as a panel for rich, and as one line of text."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.panel import Panel
+from rich.segment import Segment
+from rich.text import Text
+
+from cannikin.live.rank_table import Look, Part, bar, device_of, rank_lines, rank_rows, slowest_and_fastest, text_line
+from cannikin.live.state import LiveState
+from cannikin.words import amount, clock, counted, printable, rank_name, short_count, split_sum
+
+__all__ = ["LivePanel", "sparkline", "status_line"]
+
+_MAX_ROWS = 8  # ranks with a row of their own
+_OTHER_LINES = 16  # that a panel has beside those rows
+_LABEL = 14  # cells before a fact
+_LEVELS = "▁▂▃▄▅▆▇█"  # of a sparkline
+# For terminals that write ASCII only; each stands in one cell.
+_AS_ASCII = dict(zip("█▓░▒━╸─│·×…▁▂▃▄▅▆▇", "#=.~##-||x~_.-==##", strict=True))
+
+
+class LivePanel:
+    """A run as it is now, for any width from about 60 columns on.
+
+    Args:
+        state: what is known; later changes of it show when drawn again.
+        note: of the viewer, such as that nothing has come for a while; "" for none.
+    """
+
+    def __init__(self, state: LiveState, note: str = "") -> None:
+        self.state, self.note = state, note
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = max(20, options.max_width)
+        max_rows = min(_MAX_ROWS, max(2, (options.height or console.height) - _OTHER_LINES))
+        coloured = console.color_system is not None and not console.no_color and not options.ascii_only
+        look = Look(width - 4, coloured)
+        ranks = rank_lines(rank_rows(self.state, max_rows), look)
+        lines: list[Text] = []
+        for section in (_progress(self.state, look), ranks, _facts(self.state, look), _news(self.state, look)):
+            lines += [Text("")] if lines and section else []
+            lines += section
+        title = _title(self.state, self.note, width - 6)
+        panel = Panel(Group(*lines), title=title, title_align="left", border_style="dim", width=width)
+        for segment in console.render(panel, options.update(width=width)):
+            yield Segment(_ascii(segment.text), segment.style) if options.ascii_only else segment
+
+
+def _ascii(text: str) -> str:
+    return "".join(c if c.isascii() else _AS_ASCII.get(c, "?" * cell_len(c)) for c in text)
+
+
+def _fact(label: str, *parts: Part) -> Text:
+    return text_line((f"{label:<{_LABEL}}", "dim"), *parts)
+
+
+def _title(state: LiveState, note: str, width: int) -> Text:
+    """Return what ran at the left and where it is at the right; what does not fit is cut, the left first."""
+    words, header = [], state.header
+    if header is not None:
+        words += [header.policy] if header.policy != "cannikin" else []
+        words.append(counted(header.world_size, "rank"))
+        size = header.model.num_parameters
+        parameters = f", {short_count(size)} parameters" if size else ""
+        words += [header.model.name + parameters] if header.model.name else []
+    left = text_line(("cannikin", "bold not dim"), *((f" · {word}", "not dim") for word in words))
+    elapsed = "" if state.elapsed_ms is None else f" · {clock(state.elapsed_ms / 1e3)}"
+    right = text_line((f"step {state.step:,}{elapsed}", "bold not dim"))
+    if state.end is not None:
+        right.append(" · ended", "bold not dim green")
+    elif note:
+        right.append(f" · {printable(note)}", "not dim yellow")
+    right.truncate(width - 2, overflow="ellipsis")
+    room = width - 3 - right.cell_len
+    left = left if room > 1 else Text("")
+    left.truncate(room, overflow="ellipsis")
+    return left + Text(f" {'─' * (width - 2 - left.cell_len - right.cell_len)} ", "dim") + right
+
+
+def _progress(state: LiveState, look: Look) -> list[Text]:
+    """Return how far it is, as a bar with the time left, as far as that is known."""
+    now, share = state.current_pass, state.goal_share
+    if state.header is None:
+        return [text_line(("waiting for the run to begin", "dim"))]
+    if now is None:
+        unmeasured = "no step was measured" if state.end else "waiting for the first steps to be measured"
+        return [] if state.window is not None else [text_line((unmeasured, "dim"))]
+    words = f"epoch {now.epoch}"
+    if share is not None and state.window is not None and state.window.progress is not None:
+        words += f"  {state.window.progress:.2f} of {amount(now.goal or 0)} passes"
+    else:
+        share = state.pass_share
+    if share is None:
+        return [text_line((words, "bold"))]
+    left = state.left_s
+    until = "to its end" if now.goal is None else "left"
+    after = f" {share:4.0%}" + ("" if left is None or state.end else f"  {clock(left)} {until}")
+    size = max(4, look.width - len(words) - len(after) - 2)
+    return [text_line((f"{words}  ", "bold"), *bar(share, size, "green", look), (after, "bold"))]
+
+
+# Numbers of the whole run, and what happened.
+
+
+def _facts(state: LiveState, look: Look) -> list[Text]:
+    """Return total batch, speed, noise and rates."""
+    if state.window is None:
+        return []
+    steps, totals = ([getattr(point, name) for point in state.points] for name in ("step_ms", "total_batch"))
+    lines = [_with_spark(_step_time(state), steps, look), _with_spark(_total_batch(state), totals, look)]
+    return [*lines, *(line for line in (_throughput(state), _noise(state), _slowest(state)) if line is not None)]
+
+
+def _with_spark(line: Text, values: list[float | None], look: Look) -> Text:
+    """Return the line with a sparkline at its right end, where there is room and something to see."""
+    size = min(30, look.width - 62, look.width - line.cell_len - 2)
+    if size >= 6 and len(values) >= 2:
+        drawn = sparkline(values, size)
+        line.append(" " * (look.width - line.cell_len - len(drawn))).append(drawn, "cyan")
+    return line
+
+
+def _step_time(state: LiveState) -> Text:
+    assert state.window is not None
+    measured, predicted = state.window.step_ms, state.predicted_ms
+    parts = [("not measured" if measured is None else f"{amount(measured)} ms", "bold")]
+    if predicted is not None:
+        parts.append((f", predicted {amount(predicted)} ms", ""))
+        if measured is not None and predicted > 0:
+            off = measured / predicted - 1
+            parts.append((f" ({off:+.1%})", "green" if abs(off) < 0.05 else "yellow" if abs(off) < 0.2 else "red"))
+    if state.wait_share is not None:
+        parts.append((f"; ranks wait {state.wait_share:.0%} of it", ""))
+    return _fact("step time", *parts)
+
+
+def _total_batch(state: LiveState) -> Text:
+    assert state.window is not None
+    parts, planned = [(f"{state.window.total_batch:,}", "bold")], state.plan
+    if planned is not None and planned.local_batches != state.window.local_batches:
+        few = len(planned.local_batches) <= _MAX_ROWS
+        total = split_sum(planned.local_batches) if few else f"{planned.total_batch:,}"
+        parts.append((f", from step {planned.first_step:,} on {total}", "cyan"))
+    if state.header is not None:
+        job = state.header.job
+        bounds = f"{job.batch_size:,} to {job.max_batch_size:,}" if job.max_batch_size else "fixed"
+        parts.append((f" ({bounds})", "dim"))
+    return _fact("total batch", *parts)
+
+
+def _throughput(state: LiveState) -> Text | None:
+    pace, goodput, share = state.samples_per_s, state.goodput, state.efficiency
+    if pace is None:
+        return None
+    parts = [(f"{amount(pace)} samples/s", "bold")]
+    if goodput is not None and share is not None:
+        parts.append((f", goodput {amount(goodput)}/s ({share:.0%} efficient)", ""))
+    return _fact("throughput", *parts)
+
+
+def _noise(state: LiveState) -> Text | None:
+    assert state.window is not None
+    noise, factor = state.window.noise, state.window.lr_factor
+    parts: list[Part] = []
+    if noise is not None:
+        parts.append(("not known" if noise.noise_scale is None else amount(noise.noise_scale), "bold"))
+        if noise.low is not None or noise.high is not None:
+            low = "0" if noise.low is None else amount(noise.low)
+            parts.append((f" ({low} to {'any' if noise.high is None else amount(noise.high)})", ""))
+    if factor is not None:
+        parts += [(" · learning rate ", "dim")] if parts else []
+        parts.append((f"×{amount(factor)}", "bold"))
+    return _fact("noise scale" if noise is not None else "learning rate", *parts) if parts else None
+
+
+def _slowest(state: LiveState) -> Text | None:
+    found = slowest_and_fastest(state)
+    if found is None:
+        return None
+    (slowest, slow), (fastest, fast) = found
+    parts = [(rank_name(slowest, device_of(state, slowest)), "bold"), (f": {amount(slow)} ms/sample", "")]
+    parts += [(f", {slow / fast:.1f}× {rank_name(fastest)}", "")] if fast > 0 else []
+    return _fact("slowest", *parts)
+
+
+def _news(state: LiveState, look: Look) -> list[Text]:
+    """Return the last evaluation, the last plan's reason and the last events."""
+    lines = []
+    if state.metrics:
+        words = ", ".join(f"{name} {amount(value)}" for name, value in state.metrics.items())
+        lines.append(_fact("evaluation", (words, "bold"), (f"  at step {state.metrics_step:,}", "dim")))
+    if state.plan is not None:
+        reason = f"{state.plan.reason} ({state.plan.phase}, step {state.plan.step:,})"
+        rows = textwrap.wrap(" ".join(reason.split()), max(10, look.width - _LABEL), max_lines=3, placeholder="…")
+        lines += [_fact("" if i else "last plan", (text, "")) for i, text in enumerate(rows)]
+    for i, event in enumerate(state.events):
+        style = "yellow" if event.kind in ("changed_speed", "nonfinite") else ""
+        words = event.text or event.kind
+        lines.append(_fact("" if i else "events", (f"step {event.step:,}  ", "dim"), (words, style)))
+    return lines
+
+
+def sparkline(values: Sequence[float | None], width: int) -> str:
+    """Return the last `width` values as small bars between their extremes; blank where there is none.
+
+    What changes by less than a quarter does not fill the height: noise is to look like noise.
+
+    Example:
+        >>> sparkline([1.0, None, 8.0, 4.0], 4), sparkline([50.0, 51.0, 50.0], 3)
+        ('▁ █▄', '▁▁▁')
+    """
+    shown = values[-width:] if width > 0 else []
+    known = [value for value in shown if value is not None]
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    span = max(high - low, abs(high) / 4, 1e-12)
+    shares = [None if value is None else min(1.0, max(0.0, (value - low) / span)) for value in shown]  # NaN becomes 0
+    return "".join(" " if share is None else _LEVELS[int(share * (len(_LEVELS) - 1))] for share in shares)
+
+
+# One line.
+
+
+def status_line(state: LiveState) -> str:
+    """Return the run as it is now in one line, for a log that no terminal shows.
+
+    Example:
+        >>> status_line(LiveState())
+        'cannikin: the run has not begun'
+    """
+    if state.header is None:
+        return "cannikin: the run has not begun"
+    words = [f"step {state.step:,}"]
+    if state.current_pass is not None:
+        words.append(f"epoch {state.current_pass.epoch}")
+    share = state.goal_share if state.goal_share is not None else state.pass_share
+    if share is not None:
+        left = None if state.end is not None else state.left_s
+        words.append(f"{share:.0%}" + ("" if left is None else f", {clock(left)} left"))
+    window = state.window
+    if window is not None:
+        words.append(f"total batch {split_sum(window.local_batches, plus='+')}")
+        measured = "step not measured" if window.step_ms is None else f"step {amount(window.step_ms)} ms"
+        words.append(measured + ("" if state.predicted_ms is None else f" (predicted {amount(state.predicted_ms)})"))
+        words += [f"waiting {state.wait_share:.0%}"] if state.wait_share is not None else []
+        scale = None if window.noise is None else window.noise.noise_scale
+        words += [f"noise scale {amount(scale)}"] if scale else []
+        words += [f"learning rate x{amount(window.lr_factor)}"] if window.lr_factor is not None else []
+    words += [f"{name} {amount(value)}" for name, value in state.metrics.items()]
+    return printable("cannikin: " + ", ".join(words))

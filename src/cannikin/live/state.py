@@ -1,0 +1,199 @@
+"""What a live view knows: a fold over the records of a run, without clock, file or terminal."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from statistics import fmean
+
+from cannikin.runlog import EventRecord, Header, PlanRecord, Record, WindowRecord
+from cannikin.runlog.times import RankTimes, efficiency_of, predicted_ms, rank_times, samples_per_s
+
+__all__ = ["LiveState", "Pass", "Point"]
+
+_NUM_POINTS = 60  # windows remembered, for sparklines and rates
+_NUM_PLANS = 16  # plans among which the prediction for a window's split is looked for
+_NUM_EVENTS = 3
+_SHOWN_ELSEWHERE = {"epoch", "eval", "end"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """How far the run was at a window's end; `samples` are of all ranks since the header."""
+
+    elapsed_ms: float | None
+    progress: float | None
+    samples: int
+    step_ms: float | None
+    total_batch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """A pass over the data: its number, from 0, where it began, and the passes asked for in all, if known."""
+
+    epoch: int
+    first_step: int
+    position: int
+    goal: float | None
+
+
+class LiveState:
+    """Take records with `take`, in the order of the run; everything else only looks."""
+
+    def __init__(self) -> None:
+        self.header: Header | None = None
+        self.window: WindowRecord | None = None
+        self.plan: PlanRecord | None = None
+        self.predicted_ms: float | None = None  # for the split of `window`, before it was measured
+        self.step = 0
+        self.elapsed_ms: float | None = None
+        self.current_pass: Pass | None = None
+        self.metrics: dict[str, float] = {}
+        self.metrics_step = 0
+        self.events: deque[EventRecord] = deque(maxlen=_NUM_EVENTS)
+        self.end: EventRecord | None = None
+        self.points: deque[Point] = deque(maxlen=_NUM_POINTS)
+        self._plans: deque[PlanRecord] = deque(maxlen=_NUM_PLANS)
+        self._samples = 0
+        self._samples_of_pass = 0
+        self._times: list[RankTimes | None] | None = None  # of `window`, once asked for
+
+    def take(self, record: Record) -> None:
+        """Take one more record."""
+        if isinstance(record, WindowRecord):
+            self._take_window(record)
+        elif isinstance(record, PlanRecord):
+            self.plan = record
+            self._plans.append(record)
+            self.step = max(self.step, record.step)
+        elif isinstance(record, EventRecord):
+            self._take_event(record)
+        else:
+            self._begin(record)
+        elapsed_ms = getattr(record, "elapsed_ms", None)
+        if elapsed_ms is not None:
+            self.elapsed_ms = max(elapsed_ms, self.elapsed_ms or 0.0)
+
+    def _begin(self, header: Header) -> None:
+        """A run begins, or goes on from an older state with step numbers and a clock of its own."""
+        self.header, self.step = header, header.first_step
+        self.window = self.plan = self.end = self.predicted_ms = self.elapsed_ms = self.current_pass = None
+        self._times, self._samples, self._samples_of_pass = None, 0, 0
+        self.points.clear()
+        self._plans.clear()
+
+    def _take_window(self, window: WindowRecord) -> None:
+        self.window, self._times = window, None
+        self.predicted_ms = predicted_ms(window, self._plans)
+        end = window.first_step + window.num_steps
+        self.step = max(self.step, end)
+        self._samples += window.num_steps * window.total_batch
+        if self.current_pass is not None:
+            num_steps = max(0, min(window.num_steps, end - self.current_pass.first_step))
+            self._samples_of_pass += num_steps * window.total_batch
+        self.points.append(
+            Point(
+                elapsed_ms=window.elapsed_ms,
+                progress=window.progress,
+                samples=self._samples,
+                step_ms=window.step_ms,
+                total_batch=window.total_batch,
+            )
+        )
+
+    def _take_event(self, event: EventRecord) -> None:
+        self.step = max(self.step, event.step)
+        if event.kind not in _SHOWN_ELSEWHERE:
+            self.events.append(event)
+        elif event.kind == "end":
+            self.end = event
+        elif event.kind == "eval":
+            numbers = {name: value for name, value in event.data.items() if isinstance(value, int | float)}
+            self.metrics, self.metrics_step = {name: float(value) for name, value in numbers.items()}, event.step
+        else:
+            self._begin_pass(event)
+
+    def _begin_pass(self, event: EventRecord) -> None:
+        epoch, position, goal = (event.data.get(name) for name in ("epoch", "position", "goal"))
+        self.current_pass = Pass(
+            epoch=int(epoch) if isinstance(epoch, int | float) else 0,
+            first_step=event.step,
+            position=int(position) if isinstance(position, int | float) else 0,
+            goal=float(goal) if isinstance(goal, int | float) else None,
+        )
+        self._samples_of_pass = 0
+
+    # How far it is.
+
+    @property
+    def goal_share(self) -> float | None:
+        """The part of the passes asked for that progress has made, 0 to 1; None where nothing was asked for."""
+        goal = None if self.current_pass is None else self.current_pass.goal
+        progress = None if self.window is None else self.window.progress
+        return None if not goal or progress is None else min(1.0, progress / goal)
+
+    @property
+    def pass_share(self) -> float | None:
+        """The part of the data that the present pass has seen, 0 to 1; None where that is not known."""
+        num_samples = None if self.header is None else self.header.job.num_samples
+        if self.current_pass is None or not num_samples:
+            return None
+        return min(1.0, (self.current_pass.position + self._samples_of_pass) / num_samples)
+
+    @property
+    def left_s(self) -> float | None:
+        """Time left at the present pace: to the goal, or else to the end of the pass; None where it is not known."""
+        first, last = self._ends()
+        if first is None or last is None or self.header is None:
+            return None
+        seconds = ((last.elapsed_ms or 0.0) - (first.elapsed_ms or 0.0)) / 1e3
+        goal = None if self.current_pass is None else self.current_pass.goal
+        if goal is not None:
+            if last.progress is None or first.progress is None:
+                return None
+            done, missing = last.progress - first.progress, max(0.0, goal - last.progress)
+        else:
+            share, num_samples = self.pass_share, self.header.job.num_samples
+            if share is None or num_samples is None:
+                return None
+            done, missing = last.samples - first.samples, (1.0 - share) * num_samples
+        return missing / done * seconds if done > 0 and seconds > 0 else None
+
+    def _ends(self) -> tuple[Point | None, Point | None]:
+        """The first and the last of the windows remembered that have a time."""
+        timed = [point for point in self.points if point.elapsed_ms is not None]
+        return (timed[0], timed[-1]) if len(timed) > 1 else (None, None)
+
+    # How fast it is.
+
+    @property
+    def times(self) -> list[RankTimes | None]:
+        """Where the time of the last window's steps went, rank by rank."""
+        if self._times is None:
+            self._times = [] if self.window is None else rank_times(self.window)
+        return self._times
+
+    @property
+    def wait_share(self) -> float | None:
+        """The part of a step that ranks wait for slower ones, their mean; None where fewer than two were measured."""
+        waits = [times.wait_ms / (times.total_ms or 1.0) for times in self.times if times is not None]
+        return fmean(waits) if len(waits) > 1 else None
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Samples of all ranks per second, in the steps of the last window."""
+        return None if self.window is None else samples_per_s(self.window)
+
+    @property
+    def efficiency(self) -> float | None:
+        """What a sample counts at this total batch against one at the initial batch; None where not known."""
+        if self.header is None or self.window is None:
+            return None
+        return efficiency_of(self.window, self.header.job.batch_size)
+
+    @property
+    def goodput(self) -> float | None:
+        """Samples per second times efficiency; None where the noise scale is not known."""
+        pace, share = self.samples_per_s, self.efficiency
+        return None if pace is None or share is None else pace * share

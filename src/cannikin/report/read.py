@@ -1,0 +1,418 @@
+"""From paths to runs: which runs a path names, and each one's log read record by record into arrays.
+
+A log of any length takes memory of a few numbers per window: of plans, events and timelines only some are kept.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from itertools import chain
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from cannikin.core.records import FloatArray
+from cannikin.errors import InvalidInputError, RunLogError
+from cannikin.report.numbers import ByRank, Metric, RunArrays, Windows, latest
+from cannikin.runlog import (
+    RUNLOG_NAME,
+    EventRecord,
+    Header,
+    PlanRecord,
+    Record,
+    RunLogReader,
+    Timeline,
+    WindowRecord,
+    numbers_only,
+)
+from cannikin.runlog.times import before_ms, longest_ns, padded, predicted_ms, rank_moments
+
+__all__ = ["Ends", "Found", "Spread", "Timelines", "empty_runs", "find_runs", "read_run", "read_runs"]
+
+# What `Windows` has once per window, and once per rank of a window.
+_WINDOW_COLUMNS = tuple(field.name for field in fields(Windows) if field.type == "FloatArray")
+_RANK_COLUMNS = tuple(field.name for field in fields(Windows) if field.type == "ByRank")
+_CHUNK_WINDOWS = 1024
+_MAX_COMPARED = 60
+_MAX_LISTED = 100  # plans and events at each end of a table
+_NUM_TIMELINES = 9
+_ALWAYS = {"eval", "epoch"}  # events with a figure of their own, or too many to list
+_TRAINING_TIME = "train_s"  # what an evaluation may log beside its metrics: seconds of training before it
+_TARGET = "target_"  # before a metric's name: the value that it is to reach
+
+T = TypeVar("T")
+
+
+# Which runs a path names.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A run that was named, and the folder for a page about it."""
+
+    path: Path
+    folder: Path
+
+
+def find_runs(path: Path) -> list[Found]:
+    """Return the run at `path`, or else the runs in its folders, without empty ones."""
+    if not os.path.isdir(path):  # unlike Path.is_dir() it has an answer for every path
+        return [Found(path=path, folder=path.parent)]
+    if os.path.exists(path / RUNLOG_NAME):
+        return [Found(path=path, folder=path)]
+    empty = empty_runs(path)
+    folders = sorted(log.parent for log in path.glob(f"*/{RUNLOG_NAME}"))
+    folders = [folder for folder in folders if folder not in empty] or folders
+    if not folders:
+        message = f"{path}: holds no {RUNLOG_NAME}, and neither do its folders: give the run_dir of a run"
+        raise InvalidInputError(message)
+    return [Found(path=folder, folder=path) for folder in folders]
+
+
+def empty_runs(path: Path) -> list[Path]:
+    """Return runs in the folders of `path`, if it is no run itself, that ended before they began: with an empty log."""
+    if os.path.exists(path / RUNLOG_NAME):
+        return []
+    return sorted(log.parent for log in path.glob(f"*/{RUNLOG_NAME}") if log.is_file() and not log.stat().st_size)
+
+
+def read_runs(found: Sequence[Found]) -> list[RunArrays]:
+    """Read them all, each under a name of its own; runs of one folder stand in the order in which they started."""
+    names = _names([each.path for each in found])
+    runs = [(each.folder, read_run(each.path, name)) for each, name in zip(found, names, strict=True)]
+    folders = list(dict.fromkeys(folder for folder, _ in runs))
+    runs.sort(key=lambda run: (folders.index(run[0]), run[1].headers[0].started))
+    return [run for _, run in runs]
+
+
+def _names(paths: list[Path]) -> list[str]:
+    """Return the folders' names; with the folders above them, as far as it takes to tell them apart.
+
+    Example:
+        >>> _names([Path("x/a"), Path("x/b/runlog.jsonl")]), _names([Path("x/a"), Path("y/a")])
+        (['a', 'b'], ['x/a', 'y/a'])
+    """
+    folders = [_real(path) if path.name != RUNLOG_NAME else _real(path).parent for path in paths]
+    for depth in range(1, max(len(folder.parts) for folder in folders) + 1):
+        names = [_text("/".join(folder.parts[-depth:])) for folder in folders]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{name} ({place})" for place, name in enumerate(names, 1)]
+
+
+def _real(path: Path) -> Path:
+    """Return where a path leads; unlike Path.resolve() it has an answer for links that go round in a circle."""
+    return Path(os.path.realpath(path))
+
+
+def _text(name: str) -> str:
+    """Return a file's name as text that can be written down: it may be any bytes."""
+    return os.fsencode(name).decode(errors="replace")
+
+
+# One log.
+
+
+def read_run(path: str | os.PathLike[str], name: str) -> RunArrays:
+    """Read the run in this directory or log file.
+
+    Raises:
+        RunLogError: the file is missing, is no run log, has no header yet, or has another version of the format.
+    """
+    with RunLogReader(path) as reader, numbers_only(reader.path):
+        run = _RunSoFar(reader.path)
+        run.take_all(reader.records())
+        return run.finish(
+            name,
+            truncated=reader.truncated,
+            num_unreadable=reader.num_unreadable,
+            num_unknown=reader.num_unknown,
+        )
+
+
+class _RunSoFar:
+    """What has been read of a log so far."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._headers: list[Header] = []
+        self._windows = _Table()
+        self._metrics: dict[str, list[tuple[int, float, float]]] = {}
+        self._in_training_time = False
+        self._recent: deque[PlanRecord] = deque(maxlen=4)  # a plan is in force at most a few windows later
+        self._changes: Ends[PlanRecord] = Ends(_MAX_LISTED)
+        self._compared: Spread[PlanRecord] = Spread(_MAX_COMPARED)
+        self._events: Ends[EventRecord] = Ends(_MAX_LISTED)
+        self._timelines = Timelines()
+        self._ended: EventRecord | None = None
+        self._last_step = 0
+        self._offset_ms, self._elapsed_ms = 0.0, math.nan
+
+    def take_all(self, records: Iterable[Record]) -> None:
+        for record in records:
+            if isinstance(record, WindowRecord):
+                self._take_window(record)
+            elif isinstance(record, PlanRecord):
+                self._take_plan(record)
+            elif isinstance(record, EventRecord):
+                self._take_event(record)
+            else:
+                self._take_header(record)
+
+    def _take_header(self, header: Header) -> None:
+        self._headers.append(header)
+        self._offset_ms = 0.0 if math.isnan(self._elapsed_ms) else self._elapsed_ms
+        self._last_step = header.first_step
+        self._ended = None
+        self._recent.clear()
+
+    def _take_window(self, window: WindowRecord) -> None:
+        self._windows.add(window, self._at(window.elapsed_ms), predicted_ms(window, self._recent))
+        self._last_step = max(self._last_step, window.first_step + window.num_steps - 1)
+        if window.timeline is not None:
+            self._timelines.add(window.timeline)
+
+    def _take_plan(self, plan: PlanRecord) -> None:
+        if not self._recent or self._recent[-1].local_batches != plan.local_batches:
+            self._changes.add(plan)
+        self._recent.append(plan)
+        self._last_step = max(self._last_step, plan.step)
+        if plan.candidate_totals:
+            self._compared.add(plan)
+
+    def _take_event(self, event: EventRecord) -> None:
+        elapsed_ms = self._at(event.elapsed_ms)
+        self._last_step = max(self._last_step, event.step)
+        if event.kind == "eval":
+            numbers = {name: value for name, value in event.data.items() if isinstance(value, int | float)}
+            if _TRAINING_TIME in numbers and len(numbers) > 1:
+                elapsed_ms = numbers.pop(_TRAINING_TIME) * 1e3
+                self._in_training_time = True
+            for name, value in numbers.items():
+                self._metrics.setdefault(name, []).append((event.step, elapsed_ms, value))
+        elif event.kind not in _ALWAYS:
+            self._events.add(event)
+        if event.kind == "end":
+            self._ended = event
+
+    def _at(self, elapsed_ms: float | None) -> float:
+        """Return a moment of this process on the clock of the whole run; the last one known where it is not told."""
+        if elapsed_ms is not None:
+            self._elapsed_ms = max(self._offset_ms + elapsed_ms, self._elapsed_ms)  # the first where that is NaN
+        return self._elapsed_ms
+
+    def finish(self, name: str, *, truncated: bool, num_unreadable: int, num_unknown: int) -> RunArrays:
+        if not self._headers:
+            raise RunLogError(f"{self._path}: has no header yet: the run has only just begun, or ended at once")
+        windows, num_redone = self._windows.finish()
+        metrics = {key: _metric(rows) for key, rows in self._metrics.items()}
+        goals = {key: metrics.pop(_TARGET + key) for key in list(metrics) if _TARGET + key in metrics}
+        return RunArrays(
+            name=name,
+            headers=tuple(self._headers),
+            windows=windows,
+            num_redone=num_redone,
+            metrics=metrics,
+            targets={key: float(goal.value[-1]) for key, goal in goals.items()},
+            in_training_time=self._in_training_time,
+            plans=self._changes.kept,
+            num_changes=self._changes.num_seen,
+            last_plan=self._recent[-1] if self._recent else None,
+            compared=self._compared.kept,
+            events=self._events.kept,
+            num_events=self._events.num_seen,
+            early=self._timelines.early,
+            late=self._timelines.late,
+            last_step=self._last_step,
+            ended=self._ended,
+            truncated=truncated,
+            num_unreadable=num_unreadable,
+            num_unknown=num_unknown,
+        )
+
+
+class _Table:
+    """Windows as rows of numbers, turned into arrays one chunk at a time."""
+
+    def __init__(self) -> None:
+        self._rows: list[list[float | None]] = []
+        self._by_rank: list[list[float | None]] = []
+        self._num_ranks = 0
+        self._chunks: list[tuple[FloatArray, ByRank]] = []
+
+    def add(self, window: WindowRecord, elapsed_ms: float, predicted_step_ms: float | None) -> None:
+        n, noise = len(window.local_batches), window.noise
+        if n != self._num_ranks or len(self._rows) >= _CHUNK_WINDOWS:
+            self._flush()
+            self._num_ranks = n
+        once: dict[str, float | None] = {
+            "first_step": window.first_step,
+            "num_steps": window.num_steps,
+            "total_batch": window.total_batch,
+            "step_ms": window.step_ms,
+            "elapsed_ms": elapsed_ms,
+            "progress": window.progress,
+            "lr_factor": window.lr_factor,
+            "num_skipped": window.num_skipped,
+            "noise_scale": None if noise is None else noise.noise_scale,
+            "noise_low": None if noise is None else noise.low,
+            "noise_high": None if noise is None else noise.high,
+            "predicted_ms": predicted_step_ms,
+        }
+        by_rank: dict[str, tuple[float | None, ...]] = {
+            "local_batches": window.local_batches,
+            "before_ms": before_ms(window),
+            "backward_ms": padded(window.backward_ms, n),
+            "done_ms": padded(window.done_ms, n),
+            "wait_ms": padded(window.wait_ms, n),
+            "loader_ms": padded(window.loader_ms, n),
+            "other_ms": padded(window.other_ms, n),
+        }
+        self._rows.append([once[name] for name in _WINDOW_COLUMNS])
+        self._by_rank.append([*chain.from_iterable(by_rank[name] for name in _RANK_COLUMNS)])
+
+    def finish(self) -> tuple[Windows, int]:
+        """Return all windows that stand, and the number of the others."""
+        self._flush()
+        width = max((by_rank.shape[2] for _, by_rank in self._chunks), default=0)
+        num_windows = sum(len(rows) for rows, _ in self._chunks)
+        once = np.full((len(_WINDOW_COLUMNS), num_windows), np.nan)
+        ranks = np.full((len(_RANK_COLUMNS), num_windows, width), np.nan, dtype=np.float32)
+        place = 0
+        for rows, by_rank in self._chunks:
+            once[:, place : place + len(rows)] = rows.T
+            ranks[:, place : place + len(rows), : by_rank.shape[2]] = by_rank.swapaxes(0, 1)
+            place += len(rows)
+        self._chunks.clear()
+        stands = latest(once[_WINDOW_COLUMNS.index("first_step")])
+        if not stands.all():
+            once, ranks = once[:, stands], ranks[:, stands]
+        columns: dict[str, Any] = dict(zip((*_WINDOW_COLUMNS, *_RANK_COLUMNS), (*once, *ranks), strict=True))
+        return Windows(**columns), int((~stands).sum())
+
+    def _flush(self) -> None:
+        if self._rows:
+            with np.errstate(over="ignore"):  # what is beyond any time becomes infinite, which counts as not known
+                by_rank = np.array(self._by_rank, dtype=np.float32)  # None becomes NaN
+            shape = (len(self._rows), len(_RANK_COLUMNS), self._num_ranks)
+            self._chunks.append((np.array(self._rows, dtype=np.float64), by_rank.reshape(shape)))
+        self._rows, self._by_rank = [], []
+
+
+def _metric(rows: list[tuple[int, float, float]]) -> Metric:
+    table = np.array(rows, dtype=np.float64)
+    table = table[latest(table[:, 0])]
+    return Metric(step=table[:, 0], elapsed_ms=table[:, 1], value=table[:, 2])
+
+
+# What to keep of a stream of unknown length.
+
+
+class Ends(Generic[T]):
+    """The first and the last `size` of a stream.
+
+    Example:
+        >>> ends = Ends[int](2)
+        >>> for number in range(9):
+        ...     ends.add(number)
+        >>> ends.kept, ends.num_seen
+        ((0, 1, 7, 8), 9)
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._first: list[T] = []
+        self._last: deque[T] = deque(maxlen=size)
+        self.num_seen = 0
+
+    def add(self, value: T) -> None:
+        """Take one more."""
+        self.num_seen += 1
+        if len(self._first) < self._size:
+            self._first.append(value)
+        else:
+            self._last.append(value)
+
+    @property
+    def kept(self) -> tuple[T, ...]:
+        """Those kept, in order."""
+        return (*self._first, *self._last)
+
+
+class Spread(Generic[T]):
+    """At most `size` of a stream, evenly spaced, the first and the last among them.
+
+    Example:
+        >>> spread = Spread[int](4)
+        >>> for number in range(100):
+        ...     spread.add(number)
+        >>> spread.kept
+        (0, 64, 99)
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size, self._stride, self._num_seen = size, 1, 0
+        self._kept: list[T] = []
+        self._last: list[T] = []
+
+    def add(self, value: T) -> None:
+        """Take one more."""
+        self._last = [value]
+        if self._num_seen % self._stride == 0:
+            if len(self._kept) == self._size - 1:
+                self._kept, self._stride = self._kept[::2], self._stride * 2
+            if self._num_seen % self._stride == 0:
+                self._kept.append(value)
+        self._num_seen += 1
+
+    @property
+    def kept(self) -> tuple[T, ...]:
+        """Those kept, in order."""
+        return tuple(self._kept) if self._kept[-1:] == self._last else (*self._kept, *self._last)
+
+
+class Timelines:
+    """The typical ones of the first and of the last timelines that can be drawn: the middle one by duration."""
+
+    def __init__(self) -> None:
+        self._first: list[Timeline] = []
+        self._first_goes_on = True
+        self._last: deque[Timeline] = deque(maxlen=_NUM_TIMELINES)
+
+    def add(self, line: Timeline) -> None:
+        """Take one more."""
+        self._last.append(line)
+        if self._first_goes_on:
+            alike = not self._first or self._first[0].local_batches == line.local_batches
+            self._first += [line] if alike else []
+            self._first_goes_on = alike and len(self._first) < _NUM_TIMELINES
+
+    @property
+    def early(self) -> Timeline | None:
+        """A typical step of the first split."""
+        return _typical(self._first)
+
+    @property
+    def late(self) -> Timeline | None:
+        """A typical step of the last split."""
+        return _typical([line for line in self._last if line.local_batches == self._last[-1].local_batches])
+
+
+def _typical(lines: list[Timeline]) -> Timeline | None:
+    drawable = sorted(filter(_is_drawable, lines), key=lambda line: longest_ns(rank_moments(line).values()))
+    return drawable[len(drawable) // 2] if drawable else None
+
+
+def _is_drawable(line: Timeline) -> bool:
+    """Return whether all of its times are there, for all ranks and buckets alike, and it took any."""
+    steps = rank_moments(line)
+    return (
+        0 < len(steps) == len(line.local_batches)
+        and len({len(step.buckets) for step in steps.values()}) == 1
+        and longest_ns(steps.values()) > 0
+    )

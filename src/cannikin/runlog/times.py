@@ -1,0 +1,263 @@
+"""What the times in a log mean, rank by rank: of a window's typical step, and of one step's timeline.
+
+A report, a live view, a trace and trackers all take them from here, so that they agree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Reversible, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cannikin.core.goodput import efficiency
+from cannikin.core.records import FloatArray
+from cannikin.runlog.records import PlanRecord, Timeline, WindowRecord
+
+__all__ = [
+    "ACTIVITIES",
+    "NS_PER_MS",
+    "RankMoments",
+    "RankTimes",
+    "activities",
+    "activity",
+    "as_ns",
+    "before_ms",
+    "efficiency_of",
+    "finite",
+    "longest_ns",
+    "padded",
+    "predicted_ms",
+    "rank_moments",
+    "rank_times",
+    "samples_per_s",
+]
+
+ACTIVITIES = ("optimizer and forward", "backward", "communication", "waiting", "loading", "other")
+NS_PER_MS = 1_000_000
+_MOST = 1e15  # beyond it, a number of a damaged log is no time and no batch
+
+# A window as a whole.
+
+
+def samples_per_s(window: WindowRecord) -> float | None:
+    """Return the samples of all ranks per second in the steps of the window; None where they were not measured."""
+    return window.total_batch / window.step_ms * 1e3 if window.step_ms else None
+
+
+def efficiency_of(window: WindowRecord, initial_batch: int) -> float | None:
+    """Return the efficiency of the window's total batch, from the noise measured by then; None where not known.
+
+    Example:
+        >>> from cannikin.runlog import NoiseRecord
+        >>> efficiency_of(WindowRecord(
+        ...     first_step=0, num_steps=5, num_valid=5, total_batch=192, local_batches=(96, 96),
+        ...     noise=NoiseRecord(signal_sqnorm=1.0, noise_trace=64.0, noise_scale=64.0)), 64)
+        0.5
+    """
+    noise = window.noise
+    if noise is None or noise.signal_sqnorm is None or noise.noise_trace is None:
+        return None
+    share = efficiency(
+        window.total_batch,
+        initial_batch=initial_batch,
+        noise_trace=noise.noise_trace,
+        signal_sqnorm=noise.signal_sqnorm,
+    )
+    return float(share)
+
+
+def predicted_ms(window: WindowRecord, plans: Reversible[PlanRecord]) -> float | None:
+    """Return what the last of the plans with the window's split said of its steps; None where none did."""
+    alike = (plan.predicted_step_ms for plan in reversed(plans) if plan.local_batches == window.local_batches)
+    return next(alike, None)
+
+
+def before_ms(window: WindowRecord) -> tuple[float | None, ...]:
+    """Return the time of optimizer and forward of every rank, without the loading that the log may count there."""
+    size = len(window.local_batches)
+    before = padded(window.before_ms, size)
+    if not window.loader_inside:
+        return before
+    pairs = zip(before, padded(window.loader_ms, size), strict=True)
+    return tuple(None if ms is None else max(0.0, ms - (loader or 0.0)) for ms, loader in pairs)
+
+
+def padded(times: Sequence[float | None], num_ranks: int) -> tuple[float | None, ...]:
+    """Return one entry per rank, None where the log has none.
+
+    Example:
+        >>> padded((1.0,), 2), padded((1.0, 2.0, 3.0), 2)
+        ((1.0, None), (1.0, 2.0))
+    """
+    return (*times, *(None,) * num_ranks)[:num_ranks]
+
+
+# Where a step's time goes on each rank: computing, communicating, waiting for slower ranks, loading data.
+
+
+def activities(
+    *,
+    before: FloatArray,
+    backward: FloatArray,
+    done: FloatArray,
+    wait: FloatArray,
+    loader: FloatArray,
+    other: FloatArray,
+) -> FloatArray:
+    """Return what ranks did with the time of a step: one more axis, the last, in the order of `ACTIVITIES`.
+
+    Communication is what no computing hid and no slower rank caused. Loading and other work count as 0 where they were
+    not measured (NaN); any of the others makes what depends on it NaN.
+
+    Args:
+        before: optimizer and forward, without loading.
+        backward: until the last gradient was there.
+        done: from the start of backward to the end of the last all-reduce.
+        wait: the part of that in which a slower rank was waited for.
+        loader, other: waiting for data, and the user's own work.
+
+    Example:
+        >>> times = {"before": 10.0, "backward": 20.0, "done": 30.0, "wait": 4.0, "loader": np.nan, "other": 0.0}
+        >>> activities(**{name: np.array(ms) for name, ms in times.items()}).tolist()
+        [10.0, 20.0, 6.0, 4.0, 0.0, 0.0]
+    """
+    exposed = np.maximum(done - backward, 0.0)
+    waiting = np.clip(wait, 0.0, exposed)
+    return np.stack(
+        [before, backward, exposed - waiting, waiting, np.nan_to_num(loader), np.nan_to_num(other)], axis=-1
+    )
+
+
+def activity(times: FloatArray, *names: str) -> FloatArray:
+    """Return the sum of these activities, in times or shares that have all of them along their last axis.
+
+    Example:
+        >>> float(activity(np.array([10.0, 20.0, 6.0, 4.0, 0.0, 0.0]), "optimizer and forward", "backward"))
+        30.0
+    """
+    total: FloatArray = times[..., [ACTIVITIES.index(name) for name in names]].sum(axis=-1)
+    return total
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTimes:
+    """A rank's typical step, in milliseconds.
+
+    Args:
+        compute_ms: forward, backward and optimizer.
+        communication_ms: all-reduce that no computing of this rank hid, without the waiting.
+        wait_ms: waiting for a slower rank.
+        loading_ms: waiting for data.
+    """
+
+    compute_ms: float
+    communication_ms: float
+    wait_ms: float
+    loading_ms: float = 0.0
+
+    @property
+    def total_ms(self) -> float:
+        """Their sum."""
+        return sum(self.parts_ms)
+
+    @property
+    def parts_ms(self) -> tuple[float, float, float, float]:
+        """Compute, communication, wait and loading."""
+        return self.compute_ms, self.communication_ms, self.wait_ms, self.loading_ms
+
+    @property
+    def shares(self) -> tuple[float, float, float, float]:
+        """The same as shares of the step; all 0 where it took no time."""
+        compute, communication, wait, loading = self.parts_ms
+        whole = self.total_ms or 1.0
+        return compute / whole, communication / whole, wait / whole, loading / whole
+
+
+def rank_times(window: WindowRecord) -> list[RankTimes | None]:
+    """Return every rank's times in a window; None where nothing of a rank was measured.
+
+    Example:
+        >>> window = WindowRecord(first_step=0, num_steps=5, num_valid=5, total_batch=8, local_batches=(4, 4),
+        ...                       before_ms=(10.0, None), backward_ms=(20.0, 20.0), done_ms=(50.0, 25.0),
+        ...                       wait_ms=(25.0, 0.0))
+        >>> rank_times(window)[0].parts_ms, rank_times(window)[1]
+        ((30.0, 5.0, 25.0, 0.0), None)
+    """
+    columns = (before_ms(window), window.backward_ms, window.done_ms, window.wait_ms, window.loader_ms)
+    size = len(window.local_batches)
+    before, backward, done, wait, loader = (np.array(padded(times, size), dtype=np.float64) for times in columns)
+    times = activities(
+        before=before,
+        backward=backward,
+        done=done,
+        wait=np.nan_to_num(wait),
+        loader=loader,
+        other=np.zeros(size),
+    )
+    found: list[RankTimes | None] = []
+    for first, back, communication, waited, loading, _ in times.tolist():
+        spent = RankTimes(compute_ms=first + back, communication_ms=communication, wait_ms=waited, loading_ms=loading)
+        found.append(spent if math.isfinite(spent.total_ms) else None)
+    return found
+
+
+# One step's timeline. Ranks' clocks differ, so they are lined up by the end of the last all-reduce, which is one moment
+# for all of them: a rank's backward starts its `length_ns` before that moment.
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMoments:
+    """One rank's step in whole nanoseconds.
+
+    Lengths, and the moments at which each bucket was ready and done, count from the start of backward.
+    """
+
+    local_batch: int
+    before_ns: int
+    backward_ns: int
+    length_ns: int
+    buckets: tuple[tuple[int, int], ...]
+
+    @property
+    def tail_ns(self) -> int:
+        """From the end of backward to the end of the last all-reduce."""
+        return self.length_ns - self.backward_ns
+
+
+def rank_moments(line: Timeline) -> dict[int, RankMoments]:
+    """Return the ranks that have all of their times; a time never goes back."""
+    steps = {}
+    for rank, (batch, before, ready, done) in enumerate(
+        zip(line.local_batches, line.before_ms, line.ready_ms, line.done_ms, strict=False)
+    ):
+        times = [finite(time) for time in (before, *ready, *done)]
+        if None in times or not ready or len(ready) != len(done):
+            continue
+        before_ns, *moments = (as_ns(time) for time in times if time is not None)
+        ready_ns, done_ns = moments[: len(ready)], moments[len(ready) :]
+        buckets = tuple((start, max(start, end)) for start, end in zip(ready_ns, done_ns, strict=True))
+        steps[rank] = RankMoments(
+            local_batch=batch,
+            before_ns=before_ns,
+            backward_ns=max(ready_ns),
+            length_ns=max(end for _, end in buckets),
+            buckets=buckets,
+        )
+    return steps
+
+
+def longest_ns(steps: Iterable[RankMoments]) -> int:
+    """Return the time from where the first of these ranks, lined up, begins to where all of them end."""
+    return max(step.before_ns + step.length_ns for step in steps)
+
+
+def finite(value: float | None) -> float | None:
+    """Return a number that can be a time or a count, at least 0; None for anything else."""
+    return max(value, 0.0) if value is not None and math.isfinite(value) and value < _MOST else None
+
+
+def as_ns(time_ms: float) -> int:
+    """Return milliseconds as whole nanoseconds."""
+    return round(time_ms * NS_PER_MS)

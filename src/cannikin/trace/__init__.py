@@ -1,0 +1,1 @@
+"""Steps of a run log as a Chrome trace, which Perfetto opens; needs no torch."""

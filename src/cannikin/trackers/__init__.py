@@ -1,0 +1,1 @@
+"""A run's numbers for trackers of experiments: TensorBoard, W&B, MLflow, Prometheus; needs no torch."""

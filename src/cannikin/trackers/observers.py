@@ -1,0 +1,327 @@
+"""Observers that pass a run's numbers on to trackers of experiments; the user opens and closes these, never we.
+
+    model = cannikin.HeteroDataParallel(net, optimizer, observers=[cannikin.TensorBoardObserver(writer)])
+
+Observers are asked on rank 0 only, so the other ranks may pass None instead of a writer or run. The names are those of
+`cannikin.trackers.scalars`; Prometheus has them as it wants them, all of them gauges, times in its base unit:
+
+    cannikin/step_ms           cannikin_step_seconds
+    cannikin/rank0/wait_ms     cannikin_rank_wait_seconds{rank="0",device="...",host="..."}
+    cannikin/eval/accuracy     cannikin_eval{metric="accuracy"}
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cannikin.errors import InvalidInputError
+from cannikin.runlog import EventRecord, Header, PlanRecord, Record, WindowRecord
+from cannikin.trackers.scalars import SCALARS, scalars, step_of
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+
+__all__ = ["PrometheusObserver", "ScalarObserver", "TensorBoardObserver", "prometheus_text"]
+
+_LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
+_OUR_LABELS = ("rank", "device", "host", "metric")
+_RANK_SCALAR = re.compile(r"cannikin/rank(\d+)/(\w+)")
+
+
+class _Throttled:
+    """Turns records into scalars, leaving out windows that come sooner than `every_s` after the last one taken.
+
+    A plan belongs to the window before it, and goes or stays with that one. The run's last window is always taken.
+    """
+
+    def __init__(self, every_s: float, max_ranks: int, clock: Callable[[], float]) -> None:
+        self._every_s, self._max_ranks, self._clock = every_s, max_ranks, clock
+        self._taken_at = -float("inf")
+        self._left_out: WindowRecord | None = None
+        self._header: Header | None = None
+
+    def scalars(self, record: Record) -> dict[str, float]:
+        """Return what to pass on of a record."""
+        if isinstance(record, Header):
+            self._header = record
+        if isinstance(record, WindowRecord) and not self._takes_now():
+            self._left_out = record
+            return {}
+        if isinstance(record, WindowRecord):
+            self._left_out = None
+        if isinstance(record, PlanRecord) and self._left_out is not None:
+            return {}
+        if isinstance(record, EventRecord) and record.kind == "end" and self._left_out is not None:
+            record, self._left_out = self._left_out, None
+        found = scalars(record, initial_batch=None if self._header is None else self._header.job.batch_size)
+        if isinstance(record, WindowRecord) and len(record.local_batches) > self._max_ranks:
+            return {name: value for name, value in found.items() if not name.startswith("cannikin/rank")}
+        return found
+
+    def _takes_now(self) -> bool:
+        now = self._clock()
+        if now - self._taken_at < self._every_s:
+            return False
+        self._taken_at = now
+        return True
+
+
+class TensorBoardObserver:
+    """Adds a run's numbers to the user's `SummaryWriter`, by step.
+
+    Args:
+        writer: anything with `add_scalar(name, value, step)`; we never close it.
+        every_s: least seconds between two windows that are passed on.
+        max_ranks: with more ranks than this, the numbers of single ranks are left out.
+        clock: seconds, for tests.
+
+    Raises:
+        InvalidInputError: the writer has no `add_scalar`.
+    """
+
+    def __init__(
+        self, writer: Any, *, every_s: float = 15.0, max_ranks: int = 16, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        if writer is not None and not callable(getattr(writer, "add_scalar", None)):
+            raise InvalidInputError(
+                f"{type(writer).__name__} has no add_scalar(): give a SummaryWriter of torch.utils.tensorboard"
+            )
+        self._writer = writer
+        self._source = _Throttled(every_s, max_ranks, clock)
+
+    def write(self, event: Record, /) -> None:
+        """Take a record of the run."""
+        if self._writer is None:
+            return
+        step = step_of(event)
+        for name, value in self._source.scalars(event).items():
+            self._writer.add_scalar(name, value, step)
+
+
+class ScalarObserver:
+    """Logs a run's numbers with the user's own run of a tracker: W&B, MLflow, or anything that logs a dict at a step.
+
+    A `log_metrics(dict, step)` (MLflow, Lightning's loggers) is used where there is one, else `log(dict, step)` (W&B).
+    Steps never go back, which W&B would not take: what belongs to an earlier step is logged at the latest one.
+
+    Args:
+        run: such as what `wandb.init()` returned, or the module `mlflow` with a run open; we never close it.
+        every_s: least seconds between two windows that are passed on: raise it for a tracker that waits for a server.
+        max_ranks: with more ranks than this, the numbers of single ranks are left out.
+        with_step: False passes no step, for a script that counts W&B's steps itself; `cannikin/step` is logged anyway.
+        clock: seconds, for tests.
+
+    Raises:
+        InvalidInputError: the run has neither method.
+
+    Example:
+        >>> class Tracker:
+        ...     def log(self, values, step):
+        ...         print(step, values)
+        >>> ScalarObserver(Tracker()).write(EventRecord(step=7, kind="eval", data={"accuracy": 0.5}))
+        7 {'cannikin/eval/accuracy': 0.5}
+    """
+
+    def __init__(
+        self,
+        run: Any,
+        *,
+        every_s: float = 5.0,
+        max_ranks: int = 16,
+        with_step: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._log = None if run is None else _logger(run)
+        self._by_name = self._log is not None and _takes_name(self._log, "step")
+        self._with_step = with_step
+        self._source = _Throttled(every_s, max_ranks, clock)
+        self._step = 0
+
+    def write(self, event: Record, /) -> None:
+        """Take a record of the run."""
+        if isinstance(event, Header):
+            self._step = event.first_step  # a resumed run may go back
+        self._step = max(self._step, step_of(event))
+        values = self._source.scalars(event)
+        if not values or self._log is None:
+            return
+        if not self._with_step:
+            self._log(values)
+        elif self._by_name:
+            self._log(values, step=self._step)
+        else:
+            self._log(values, self._step)
+
+
+def _logger(run: Any) -> Callable[..., Any]:
+    for name in ("log_metrics", "log"):
+        method = getattr(run, name, None)
+        if callable(method):
+            found: Callable[..., Any] = method
+            return found
+    raise InvalidInputError(
+        f"{type(run).__name__} has neither log_metrics(dict, step) nor log(dict, step): give a run of W&B, the module "
+        "mlflow, or an object with one of these"
+    )
+
+
+def _takes_name(method: Callable[..., Any], name: str) -> bool:
+    """Return whether an argument may be given by this name; True for what cannot be looked into, too."""
+    try:
+        parameters = inspect.signature(method).parameters.values()
+    except (TypeError, ValueError):
+        return True
+    return any(
+        parameter.kind is parameter.VAR_KEYWORD
+        or (parameter.name == name and parameter.kind is not parameter.POSITIONAL_ONLY)
+        for parameter in parameters
+    )
+
+
+class PrometheusObserver:
+    """Keeps a file of a run's latest numbers for node_exporter's textfile collector; it is replaced as a whole.
+
+    Args:
+        path: the file, ending in .prom for node_exporter, in the folder its textfile collector reads.
+        labels: put on every line; needed where several runs on one host are collected, which must differ.
+        every_s: least seconds between two writes.
+        clock: seconds, for tests.
+
+    Raises:
+        InvalidInputError: a label's name is none that Prometheus takes.
+        ImportError: prometheus_client is not installed.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        labels: Mapping[str, str] | None = None,
+        every_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        try:
+            import prometheus_client  # noqa: F401
+        except ModuleNotFoundError as error:
+            advice = "PrometheusObserver needs prometheus_client: pip install 'cannikin[prometheus]'"
+            raise ImportError(advice, name=error.name) from error
+        for name in labels or {}:
+            if not _LABEL.fullmatch(name) or name.startswith("__") or name in _OUR_LABELS:
+                raise InvalidInputError(
+                    f"label {name!r}: use letters, digits and _, no digit first, and not rank, device, host or metric"
+                )
+        self.path = Path(path)
+        self._labels = dict(labels or {})
+        self._every_s, self._clock = every_s, clock
+        self._written_at = -float("inf")
+        self._header: Header | None = None
+        self._latest: dict[str, float] = {}
+        self._window: WindowRecord | None = None
+
+    def write(self, event: Record, /) -> None:
+        """Take a record of the run."""
+        if isinstance(event, Header):
+            self._header, self._latest, self._window = event, {}, None
+        elif isinstance(event, WindowRecord):
+            self._window = event  # taken apart only when it is written
+        else:
+            self._latest |= scalars(event)
+        ended = isinstance(event, EventRecord) and event.kind == "end"
+        now = self._clock()
+        if ended or now - self._written_at >= self._every_s:
+            self._written_at = now
+            self._save()
+
+    def _save(self) -> None:
+        from prometheus_client import write_to_textfile
+
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_to_textfile(str(self.path), _Collected(self._values, self._header, self._labels))
+
+    @property
+    def text(self) -> str:
+        """The latest numbers in Prometheus's text format."""
+        return prometheus_text(self._values, self._header, self._labels)
+
+    @property
+    def _values(self) -> dict[str, float]:
+        batch = None if self._header is None else self._header.job.batch_size
+        known = {} if self._window is None else scalars(self._window, initial_batch=batch)
+        return {**known, **self._latest}
+
+
+def prometheus_text(
+    values: Mapping[str, float], header: Header | None = None, labels: Mapping[str, str] | None = None
+) -> str:
+    """Return scalars in Prometheus's text format, every family with its HELP and TYPE.
+
+    Args:
+        values: by the names of `SCALARS`.
+        header: of the run: adds `cannikin_info`, and where each rank runs.
+        labels: put on every line.
+
+    Example:
+        >>> print(prometheus_text({"cannikin/rank0/wait_ms": 5.0}, labels={"run": 'a "b"'}), end="")
+        # HELP cannikin_rank_wait_seconds waiting for a slower rank
+        # TYPE cannikin_rank_wait_seconds gauge
+        cannikin_rank_wait_seconds{rank="0",run="a \\"b\\""} 0.005
+    """
+    from prometheus_client import generate_latest
+
+    return generate_latest(_Collected(values, header, labels or {})).decode()
+
+
+class _Collected:
+    """A run's numbers as prometheus_client collects them."""
+
+    def __init__(self, values: Mapping[str, float], header: Header | None, labels: Mapping[str, str]) -> None:
+        self._values, self._header, self._labels = values, header, labels
+
+    def collect(self) -> list[Metric]:
+        """Return the families of numbers, each in one piece."""
+        from prometheus_client import Metric
+
+        families: dict[str, Metric] = {}
+        header = self._header
+        if header is not None:
+            info = {"policy": header.policy, "version": header.cannikin_version, "world_size": str(header.world_size)}
+            families["cannikin_info"] = Metric("cannikin_info", "What runs; always 1", "gauge")
+            families["cannikin_info"].add_sample("cannikin_info", {**self._labels, **info}, 1.0)
+        for name, value in self._values.items():
+            entry, own = _entry(name, header)
+            family = _family(entry)
+            if family not in families:
+                families[family] = Metric(family, SCALARS[entry].meaning, "gauge")
+            scaled = value * 1e-3 if entry.endswith("_ms") else value
+            families[family].add_sample(family, {**self._labels, **own}, scaled)
+        return list(families.values())
+
+
+def _entry(name: str, header: Header | None) -> tuple[str, dict[str, str]]:
+    """Return the entry of `SCALARS` that a name belongs to, and the labels that tell its lines apart."""
+    found = _RANK_SCALAR.fullmatch(name)
+    if found is None:
+        metric = name.removeprefix("cannikin/eval/")
+        return (name, {}) if metric == name else ("cannikin/eval/{name}", {"metric": metric})
+    rank = int(found[1])
+    own = {"rank": str(rank)}
+    if header is not None and rank < len(header.ranks):
+        own |= {"device": header.ranks[rank].device, "host": header.ranks[rank].host}
+    return f"cannikin/rank{{rank}}/{found[2]}", own
+
+
+def _family(entry: str) -> str:
+    """Return a name of `SCALARS` as Prometheus has it.
+
+    Example:
+        >>> _family("cannikin/rank{rank}/compute_ms"), _family("cannikin/eval/{name}")
+        ('cannikin_rank_compute_seconds', 'cannikin_eval')
+    """
+    words = entry.replace("{rank}", "").replace("/{name}", "").replace("/", "_")
+    return f"{words.removesuffix('_ms')}_seconds" if words.endswith("_ms") else words
