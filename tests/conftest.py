@@ -1,15 +1,18 @@
-"""What every test has: golden files for what users see printed."""
+"""What every test has: a police that lets nothing be left behind, and golden files for what users see printed."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from leaks import leaks, look
+
 GOLDENS = Path(__file__).parent / "goldens"
 _REWRITE = "--rewrite-goldens"
+_HAS_FAILED = pytest.StashKey[bool]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -18,6 +21,36 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="Write tests/goldens/*.txt anew from what is printed now, and compare nothing.",
     )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    report = yield
+    item.stash[_HAS_FAILED] = item.stash.get(_HAS_FAILED, False) or report.failed
+    return report
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _module_leaves_nothing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fail the last test of a file whose fixtures leave something behind."""
+    before = look(tmp_path_factory.getbasetemp())
+    yield
+    _fail_for(leaks(before, tmp_path_factory.getbasetemp()), "this file's fixtures or tests")
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fail a test that leaves something behind; one that has failed already may hold it by its traceback."""
+    before = look(tmp_path_factory.getbasetemp())
+    yield
+    if not request.node.stash.get(_HAS_FAILED, False):
+        _fail_for(leaks(before, tmp_path_factory.getbasetemp()), "this test")
+
+
+def _fail_for(found: list[str], who: str) -> None:
+    if found:
+        lines = [f"{who} left something behind (tests/leaks.py):", *(f"  {sentence}" for sentence in found)]
+        pytest.fail("\n".join(lines), pytrace=False)
 
 
 @pytest.fixture

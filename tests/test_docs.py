@@ -9,10 +9,12 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -51,17 +53,22 @@ def folder_for(page: Page, tmp_path: Path) -> Path:
 
 
 def run_bash(text: str, folder: Path) -> str:
-    """Run as a reader would, with this Python's commands on the path; stdout."""
+    """Run as a reader would, with this Python's commands on the path; stdout. What runs beside it ends with it."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
-    done = subprocess.run(
+    with subprocess.Popen(
         ["bash", "-euo", "pipefail", "-c", text],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
+        cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            output, errors = process.communicate(timeout=100)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     # torch's gloo threads now and then abort an orderly exit, of plain DDP too.
-    if "terminate called without an active exception" not in done.stderr:
-        assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    if "terminate called without an active exception" not in errors:
+        assert process.returncode == 0, f"{text}\n{output}\n{errors}"
+    return output
 
 
 # Code
