@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
 from leaks import leaks, look
 
 GOLDENS = Path(__file__).parent / "goldens"

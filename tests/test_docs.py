@@ -19,9 +19,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from ranks import run_ranks
-
 from pages import ROOT, Block, Page, execute, read_page, slug
+from ranks import run_ranks
 
 PATHS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("examples/**/README.md"))]
 PATHS += sorted(ROOT.glob("docs/**/*.md"))

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
 from leaks import leaks, look
 
 Undo = Callable[[], object]

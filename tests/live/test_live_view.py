@@ -349,7 +349,7 @@ def test_it_is_a_public_name():
 
 SCRIPT = """
 import sys
-sys.path.insert(0, "tests/live")
+sys.path.insert(0, "tests")
 from live_records import run
 import cannikin
 

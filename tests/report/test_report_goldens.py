@@ -11,9 +11,9 @@ import pytest
 from live_records import END, HEADER, Clock, event, header, plan, run, window
 from made_up_runs import run as made_up_run
 from made_up_runs import write
+from printed import printed, steady
 
 import cannikin
-from printed import printed, steady
 
 BUSY = [*run(5), event(45, "eval", accuracy=0.931), event(47, "changed_speed", "rank 1 takes 1.60 times as long")]
 DEVICES = ("NVIDIA H100 80GB HBM3",) * 5 + ("Tesla V100-SXM2-16GB",) * 3
