@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -238,6 +239,12 @@ def _umask() -> int:
 def test_a_label_that_prometheus_would_not_take_is_refused(tmp_path, name):
     with pytest.raises(InvalidInputError, match="label"):
         PrometheusObserver(tmp_path / "run.prom", labels={name: "x"})
+
+
+def test_without_prometheus_client_it_is_said_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(ImportError, match=r"pip install 'cannikin\[prometheus\]'"):
+        PrometheusObserver(tmp_path / "run.prom")
 
 
 def test_the_observers_are_public_names():

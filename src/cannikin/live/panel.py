@@ -1,17 +1,19 @@
-"""What a live view looks like: the state of a run as a panel for rich, and as one line of text."""
+"""What a live view looks like: the state of a run as a panel for rich, and as one line of text.
+
+Lines are cut and framed here and not by rich's `Text` and `Panel`, with which a drawing takes 2.2 ms, not 0.7 ms: the
+training waits while its own live view is drawn.
+"""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
 
-from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, Group, RenderResult
-from rich.panel import Panel
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.segment import Segment
-from rich.text import Text
 
-from cannikin.live.rank_table import Look, Part, bar, device_of, rank_lines, rank_rows, slowest_and_fastest, text_line
+from cannikin.live.rank_table import Line, Look, Part, bar, device_of, rank_lines, rank_rows, slowest_and_fastest
 from cannikin.live.state import LiveState
 from cannikin.words import amount, clock, counted, printable, rank_name, short_count, split_sum
 
@@ -39,28 +41,59 @@ class LivePanel:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = max(20, options.max_width)
         max_rows = min(_MAX_ROWS, max(2, (options.height or console.height) - _OTHER_LINES))
-        coloured = console.color_system is not None and not console.no_color and not options.ascii_only
-        look = Look(width - 4, coloured)
+        ascii_only = options.ascii_only
+        look = Look(width - 4, console.color_system is not None and not console.no_color and not ascii_only)
         ranks = rank_lines(rank_rows(self.state, max_rows), look)
-        lines: list[Text] = []
-        for section in (_progress(self.state, look), ranks, _facts(self.state, look), _news(self.state, look)):
-            lines += [Text("")] if lines and section else []
-            lines += section
-        title = _title(self.state, self.note, width - 6)
-        panel = Panel(Group(*lines), title=title, title_align="left", border_style="dim", width=width)
-        for segment in console.render(panel, options.update(width=width)):
-            yield Segment(_ascii(segment.text), segment.style) if options.ascii_only else segment
+        sections = [_progress(self.state, look), ranks, _facts(self.state, look), _news(self.state, look)]
+        for line in _framed(_title(self.state, self.note, width - 6), [lines for lines in sections if lines], width):
+            for text, style in line:
+                yield Segment(_ascii(text) if ascii_only else text, console.get_style(style) if style else None)
+            yield Segment.line()
+
+
+def _framed(title: Line, sections: list[list[Line]], width: int) -> list[Line]:
+    """Return lines of exactly this width: the title in the upper edge, a blank line between two sections."""
+    inside = [line for section in sections for line in ([], *section)][1:]
+    return [
+        [("╭─ ", "dim"), *title, (" ─╮", "dim")],
+        *([("│ ", "dim"), *_fitted(line, width - 4), (" │", "dim")] for line in inside),
+        [("╰" + "─" * (width - 2) + "╯", "dim")],
+    ]
+
+
+def _fitted(line: Line, width: int) -> Line:
+    """Return the line in exactly `width` cells, cut or filled, in which nothing moves the cursor.
+
+    Example:
+        >>> _fitted([("rank 0 ", ""), ("H100\\x1b[2J", "cyan")], 10)
+        [('rank 0 ', ''), ('H1…', 'cyan')]
+    """
+    kept: Line = []
+    room = width
+    for text, style in line:
+        shown = printable(text)
+        size = cell_len(shown)
+        if size > room:
+            return [*kept, (set_cell_size(shown, room - 1) + "…" if room else "", style)]
+        kept.append((shown, style))
+        room -= size
+    return [*kept, (" " * room, "")]
+
+
+def _size(line: Line) -> int:
+    """Return its cells: not every letter takes one."""
+    return sum(cell_len(text) for text, _ in line)
 
 
 def _ascii(text: str) -> str:
     return "".join(c if c.isascii() else _AS_ASCII.get(c, "?" * cell_len(c)) for c in text)
 
 
-def _fact(label: str, *parts: Part) -> Text:
-    return text_line((f"{label:<{_LABEL}}", "dim"), *parts)
+def _fact(label: str, *parts: Part) -> Line:
+    return [(f"{label:<{_LABEL}}", "dim"), *parts]
 
 
-def _title(state: LiveState, note: str, width: int) -> Text:
+def _title(state: LiveState, note: str, width: int) -> Line:
     """Return what ran at the left and where it is at the right; what does not fit is cut, the left first."""
     words, header = [], state.header
     if header is not None:
@@ -69,46 +102,44 @@ def _title(state: LiveState, note: str, width: int) -> Text:
         size = header.model.num_parameters
         parameters = f", {short_count(size)} parameters" if size else ""
         words += [header.model.name + parameters] if header.model.name else []
-    left = text_line(("cannikin", "bold not dim"), *((f" · {word}", "not dim") for word in words))
+    left: Line = [("cannikin", "bold"), *((f" · {word}", "") for word in words)]
     elapsed = "" if state.elapsed_ms is None else f" · {clock(state.elapsed_ms / 1e3)}"
-    right = text_line((f"step {state.step:,}{elapsed}", "bold not dim"))
+    right: Line = [(f"step {state.step:,}{elapsed}", "bold")]
     if state.end is not None:
-        right.append(" · ended", "bold not dim green")
+        right.append((" · ended", "bold green"))
     elif note:
-        right.append(f" · {printable(note)}", "not dim yellow")
-    right.truncate(width - 2, overflow="ellipsis")
-    room = width - 3 - right.cell_len
-    left = left if room > 1 else Text("")
-    left.truncate(room, overflow="ellipsis")
-    return left + Text(f" {'─' * (width - 2 - left.cell_len - right.cell_len)} ", "dim") + right
+        right.append((f" · {note}", "yellow"))
+    right = _fitted(right, min(_size(right), width - 2))
+    left = _fitted(left, min(_size(left), max(0, width - 3 - _size(right))))
+    return [*left, (f" {'─' * (width - 2 - _size(left) - _size(right))} ", "dim"), *right]
 
 
-def _progress(state: LiveState, look: Look) -> list[Text]:
+def _progress(state: LiveState, look: Look) -> list[Line]:
     """Return how far it is, as a bar with the time left, as far as that is known."""
     now, share = state.current_pass, state.goal_share
     if state.header is None:
-        return [text_line(("waiting for the run to begin", "dim"))]
+        return [[("waiting for the run to begin", "dim")]]
     if now is None:
         unmeasured = "no step was measured" if state.end else "waiting for the first steps to be measured"
-        return [] if state.window is not None else [text_line((unmeasured, "dim"))]
+        return [] if state.window is not None else [[(unmeasured, "dim")]]
     words = f"epoch {now.epoch}"
     if share is not None and state.window is not None and state.window.progress is not None:
         words += f"  {state.window.progress:.2f} of {amount(now.goal or 0)} passes"
     else:
         share = state.pass_share
     if share is None:
-        return [text_line((words, "bold"))]
+        return [[(words, "bold")]]
     left = state.left_s
     until = "to its end" if now.goal is None else "left"
     after = f" {share:4.0%}" + ("" if left is None or state.end else f"  {clock(left)} {until}")
     size = max(4, look.width - len(words) - len(after) - 2)
-    return [text_line((f"{words}  ", "bold"), *bar(share, size, "green", look), (after, "bold"))]
+    return [[(f"{words}  ", "bold"), *bar(share, size, "green", look), (after, "bold")]]
 
 
 # Numbers of the whole run, and what happened.
 
 
-def _facts(state: LiveState, look: Look) -> list[Text]:
+def _facts(state: LiveState, look: Look) -> list[Line]:
     """Return total batch, speed, noise and rates."""
     if state.window is None:
         return []
@@ -117,16 +148,17 @@ def _facts(state: LiveState, look: Look) -> list[Text]:
     return [*lines, *(line for line in (_throughput(state), _noise(state), _slowest(state)) if line is not None)]
 
 
-def _with_spark(line: Text, values: list[float | None], look: Look) -> Text:
+def _with_spark(line: Line, values: list[float | None], look: Look) -> Line:
     """Return the line with a sparkline at its right end, where there is room and something to see."""
-    size = min(30, look.width - 62, look.width - line.cell_len - 2)
-    if size >= 6 and len(values) >= 2:
-        drawn = sparkline(values, size)
-        line.append(" " * (look.width - line.cell_len - len(drawn))).append(drawn, "cyan")
-    return line
+    used = _size(line)
+    size = min(30, look.width - 62, look.width - used - 2)
+    if size < 6 or len(values) < 2:
+        return line
+    drawn = sparkline(values, size)
+    return [*line, (" " * (look.width - used - len(drawn)), ""), (drawn, "cyan")]
 
 
-def _step_time(state: LiveState) -> Text:
+def _step_time(state: LiveState) -> Line:
     assert state.window is not None
     measured, predicted = state.window.step_ms, state.predicted_ms
     parts = [("not measured" if measured is None else f"{amount(measured)} ms", "bold")]
@@ -140,7 +172,7 @@ def _step_time(state: LiveState) -> Text:
     return _fact("step time", *parts)
 
 
-def _total_batch(state: LiveState) -> Text:
+def _total_batch(state: LiveState) -> Line:
     assert state.window is not None
     parts, planned = [(f"{state.window.total_batch:,}", "bold")], state.plan
     if planned is not None and planned.local_batches != state.window.local_batches:
@@ -154,7 +186,7 @@ def _total_batch(state: LiveState) -> Text:
     return _fact("total batch", *parts)
 
 
-def _throughput(state: LiveState) -> Text | None:
+def _throughput(state: LiveState) -> Line | None:
     pace, goodput, share = state.samples_per_s, state.goodput, state.efficiency
     if pace is None:
         return None
@@ -164,7 +196,7 @@ def _throughput(state: LiveState) -> Text | None:
     return _fact("throughput", *parts)
 
 
-def _noise(state: LiveState) -> Text | None:
+def _noise(state: LiveState) -> Line | None:
     assert state.window is not None
     noise, factor = state.window.noise, state.window.lr_factor
     parts: list[Part] = []
@@ -179,7 +211,7 @@ def _noise(state: LiveState) -> Text | None:
     return _fact("noise scale" if noise is not None else "learning rate", *parts) if parts else None
 
 
-def _slowest(state: LiveState) -> Text | None:
+def _slowest(state: LiveState) -> Line | None:
     found = slowest_and_fastest(state)
     if found is None:
         return None
@@ -189,7 +221,7 @@ def _slowest(state: LiveState) -> Text | None:
     return _fact("slowest", *parts)
 
 
-def _news(state: LiveState, look: Look) -> list[Text]:
+def _news(state: LiveState, look: Look) -> list[Line]:
     """Return the last evaluation, the last plan's reason and the last events."""
     lines = []
     if state.metrics:

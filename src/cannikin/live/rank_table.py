@@ -1,7 +1,7 @@
 """The ranks of a live view: one row per rank, or one per kind of device where they are many.
 
-The columns are laid out here and not by rich's `Table`, which takes 3.4 ms for eight ranks where this takes 1 ms: the
-training waits while its own live view is drawn.
+The columns are laid out here and not by rich's `Table`, which alone takes 3.4 ms for eight ranks: training waits while
+its own live view is drawn.
 """
 
 from __future__ import annotations
@@ -9,17 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import fmean
 from typing import NamedTuple
 
 from rich.cells import cell_len, set_cell_size
-from rich.text import Text
 
 from cannikin.live.state import LiveState
 from cannikin.runlog.times import RankTimes
 from cannikin.words import amount, printable, rank_ranges
 
 __all__ = [
+    "Line",
     "Look",
     "Part",
     "RankNow",
@@ -30,7 +31,6 @@ __all__ = [
     "rank_rows",
     "slowest_and_fastest",
     "stacked",
-    "text_line",
 ]
 
 _TRACK_STYLE = "grey30"  # of the rest of a bar
@@ -38,7 +38,8 @@ _LOADING_SHOWS = 0.02  # share of a step from which loading has a column
 _PACE_SHOWS = 96  # width from which there is room for the time per sample
 _BARS, _FEWEST_BARS = 18, 8  # cells for both bars, and where the terminal is narrow
 
-Part = tuple[str, str]  # text and its style
+Part = tuple[str, str]  # text and its style, in rich's words
+Line = list[Part]
 
 
 class Look(NamedTuple):
@@ -56,12 +57,6 @@ class Look(NamedTuple):
     def parts(self) -> str:
         """Computing, communication, waiting and loading in a stacked bar."""
         return "━━━━" if self.coloured else "█▓░▒"
-
-
-def text_line(*parts: Part) -> Text:
-    """Return a line that is cut where it is too long, and in which nothing moves the cursor."""
-    safe = ((printable(text), style) for text, style in parts)
-    return Text.assemble(*safe, no_wrap=True, overflow="ellipsis")
 
 
 def bar(share: float, width: int, style: str, look: Look) -> list[Part]:
@@ -101,13 +96,6 @@ class RankNow(NamedTuple):
         """Time that it computes per sample."""
         return None if self.times is None or self.batch < 1 else self.times.compute_ms / self.batch
 
-    def share(self, part: str) -> float | None:
-        """Return the share of its step that a part of `RankTimes` takes, by its name there."""
-        if self.times is None:
-            return None
-        spent: float = getattr(self.times, part)
-        return spent / (self.times.total_ms or 1.0)
-
 
 @dataclass(frozen=True, kw_only=True)
 class RankRow:
@@ -121,9 +109,11 @@ class RankRow:
         known = [found for found in map(value, self.members) if found is not None]
         return fmean(known) if known else None
 
-    def share(self, part: str) -> float | None:
-        """Return the mean share of a step that a part takes."""
-        return self.mean(lambda rank: rank.share(part))
+    @cached_property
+    def shares(self) -> dict[str, float]:
+        """Mean shares of a step by the names of `RankTimes`; {} where no rank was measured."""
+        known = [rank.times.shares for rank in self.members if rank.times is not None]
+        return {part: fmean(shares[part] for shares in known) for part in known[0]} if known else {}
 
     @property
     def ranks(self) -> str:
@@ -224,7 +214,7 @@ class _Column:
 def _columns(rows: list[RankRow], look: Look) -> list[_Column]:
     """Return the columns of the ranks: a new one is a new entry here."""
     parts = [_TimePart(*part, glyph) for part, glyph in zip(_TIME_PARTS, look.parts, strict=True)]
-    if not any((row.share("loading_ms") or 0.0) >= _LOADING_SHOWS for row in rows):
+    if not any(row.shares.get("loading_ms", 0.0) >= _LOADING_SHOWS for row in rows):
         parts = [part for part in parts if part.name != "loading_ms"]
     full = max(1.0, *(row.mean_batch for row in rows))  # the local batch whose bar is full; 0 where a rank only pads
     return [
@@ -266,7 +256,7 @@ class _TimePart(NamedTuple):
         """The percentages."""
         return _Column(
             heading=f"{self.glyph} {self.heading}",
-            text=lambda row: "" if (share := row.share(self.name)) is None else f"{share:.0%}",
+            text=lambda row: f"{row.shares[self.name]:.0%}" if row.shares else "",
             style=self.style,
             heading_style=self.style,
             right=True,
@@ -279,15 +269,14 @@ def _known(value: float | None) -> str:
 
 def _step_bar(row: RankRow, size: int, parts: list[_TimePart]) -> list[Part]:
     """Return where a step's time goes as one bar."""
-    shares = [row.share(part.name) for part in parts]
-    if None in shares:
+    if not row.shares:
         return [("not measured".ljust(size)[:size], "dim")]
-    cells = stacked([share or 0.0 for share in shares], size)
+    cells = stacked([row.shares[part.name] for part in parts], size)
     drawn = [(part.glyph * num, part.style) for part, num in zip(parts, cells, strict=True)]
     return [*drawn, (" " * (size - sum(cells)), "")]
 
 
-def rank_lines(rows: list[RankRow], look: Look) -> list[Text]:
+def rank_lines(rows: list[RankRow], look: Look) -> list[Line]:
     """Return a heading and one line per row: columns as wide as their content, bars as wide as the rest allows."""
     if not rows:
         return []
@@ -302,10 +291,10 @@ def rank_lines(rows: list[RankRow], look: Look) -> list[Text]:
                 for column, size, cells in sized
             ]
         )
-    return [text_line(*_spaced(line)) for line in lines]
+    return [_spaced(line) for line in lines]
 
 
-def _spaced(cells: list[list[Part]]) -> list[Part]:
+def _spaced(cells: list[list[Part]]) -> Line:
     """Return the parts of all cells, with a blank after each cell but the last."""
     parts = [*cells[0]]
     for cell in cells[1:]:

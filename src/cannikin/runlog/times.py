@@ -168,11 +168,11 @@ class RankTimes:
         return self.compute_ms, self.communication_ms, self.wait_ms, self.loading_ms
 
     @property
-    def shares(self) -> tuple[float, float, float, float]:
-        """The same as shares of the step; all 0 where it took no time."""
-        compute, communication, wait, loading = self.parts_ms
+    def shares(self) -> dict[str, float]:
+        """The same as shares of the step, by the names above; all 0 where it took no time."""
+        names = ("compute_ms", "communication_ms", "wait_ms", "loading_ms")
         whole = self.total_ms or 1.0
-        return compute / whole, communication / whole, wait / whole, loading / whole
+        return {name: part_ms / whole for name, part_ms in zip(names, self.parts_ms, strict=True)}
 
 
 def rank_times(window: WindowRecord) -> list[RankTimes | None]:
