@@ -13,10 +13,10 @@ import time
 import numpy as np
 
 from benchmarks.synthetic import Training, measure, random_cluster, slowed
-from cannikin.core.controller import Controller
 from cannikin.core.perf import Cluster, step_time
-from cannikin.core.records import Job
+from cannikin.core.policies.cannikin import Controller
 from cannikin.core.split import optimal_split
+from cannikin.core.values import Job
 
 SEEDS = 300
 
@@ -30,25 +30,26 @@ def settle(seed: int, *, hard: bool, delay: int) -> tuple[float, float]:
     """Excess over OptPerf after 30 steps, and after 30 more with one rank's times doubled."""
     rng = np.random.default_rng(seed)
     cluster, total_batch = random_cluster(rng, hard=hard)
-    training = Training(Controller(Job(num_ranks=cluster.num_ranks, batch_size=total_batch)), rng, delay=delay)
+    job = Job(num_ranks=cluster.num_ranks, batch_size=total_batch)
+    training = Training(Controller(job), job, rng, delay=delay)
     first = excess(cluster, training.run(cluster, 30).local_batches)
     changed = slowed(cluster, int(rng.integers(cluster.num_ranks)), 2.0)
     return first, excess(changed, training.run(changed, 30).local_batches)
 
 
 def window_cost_ms(num_ranks: int) -> float:
-    """Median CPU time of observing one window of 10 steps and planning, with an adaptive total batch."""
+    """Median CPU time of a decision on a window of 10 steps, with an adaptive total batch."""
     rng = np.random.default_rng(num_ranks)
     cluster, total_batch = random_cluster(rng)
     while cluster.num_ranks != num_ranks:
         cluster, total_batch = random_cluster(rng, max_ranks=num_ranks)
-    controller = Controller(Job(num_ranks=num_ranks, batch_size=total_batch, max_batch_size=8 * total_batch))
-    plan, costs = controller.plan(0), []
+    job = Job(num_ranks=num_ranks, batch_size=total_batch, max_batch_size=8 * total_batch)
+    controller = Controller(job)
+    plan, costs = controller.decide(None, job, 0).plan, []
     for k in range(60):
-        window = measure(cluster, [plan] * 10, rng, first_step=10 * k, sqnorms=(1.0, 500.0))
+        window = measure(cluster, [plan.local_batches] * 10, rng, first_step=10 * k, sqnorms=(1.0, 500.0))
         start = time.process_time()
-        controller.observe(window)
-        plan = controller.plan(10 * k + 14)
+        plan = controller.decide(window, job, 10 * k + 14).plan
         costs.append(time.process_time() - start)
     return float(np.median(costs)) * 1e3
 
@@ -74,7 +75,7 @@ def main() -> None:
             shares = [(values <= limit).mean() for limit in (0.05, 0.03)]
             cells.append(f"{shares[0]:6.1%} {shares[1]:6.1%} {np.median(values):7.2%} {np.quantile(values, 0.9):6.2%}")
         print(f"{'hard' if hard else 'all':10} {delay:5d} | {cells[0]} | {cells[1]}")
-    print("\nCPU time of one window (observe and plan, adaptive total), ms")
+    print("\nCPU time of one window (a decision, adaptive total), ms")
     for num_ranks in (2, 4, 8, 16):
         print(f"{num_ranks:3d} ranks {window_cost_ms(num_ranks):6.2f}")
 

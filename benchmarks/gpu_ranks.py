@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.gpu_splits import limit, settling, sharing
 from benchmarks.gpu_steps import Images, Tokens, sgd, step_seconds
 from cannikin import HeteroDataParallel
-from cannikin.core.records import Job
+from cannikin.core.values import Job
 
 WARM_UP = 20
 

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu_steps import Images, step_seconds, train
-from cannikin.core.planners import LbBspPlanner
-from cannikin.core.records import Job, StepWindow
+from cannikin.core.policies import LbBspPlanner
+from cannikin.core.values import Job, StepWindow
+from cannikin.runlog import EventRecord, Record
 
 
 def limit(total: int, steps: int, largest: int) -> dict[str, Any]:
@@ -24,8 +25,7 @@ def limit(total: int, steps: int, largest: int) -> dict[str, Any]:
     predicted = [plan.predicted_step_s or float("nan") for plan in made]
     settled = next(i for i in range(len(plans)) if len(set(plans[i:])) == 1)
     ours = plans[-1]
-    coordinator = model.engine.coordinator
-    fitted = coordinator.planner.learner.model(*coordinator.job.bounds).cluster if rank == 0 else None
+    fitted = model.engine.coordinator.planner.model().cluster if rank == 0 else None
     lb_bsp, lb_windows = _lb_bsp(fitted, total, n) if rank == 0 else (ours, 0)
     lb_bsp = _from_first(lb_bsp)
     even = tuple(total // n + (i < total % n) for i in range(n))
@@ -81,13 +81,13 @@ def sharing(total: int, steps: int, disturbed: int, start: int, rounds: int) -> 
     Beside them are measured splits around the last, and such as give the disturbed rank next to nothing.
     """
     rank, job = dist.get_rank(), Images(total)
-    load = _Load()
+    load, told = _Load(), _Changes()
 
     def disturb(step: int) -> None:
         if step == start and rank == disturbed:
             load.start()
 
-    model, optimizer, seconds, made = train(job, total, steps, disturb)
+    model, optimizer, seconds, made = train(job, total, steps, disturb, [told])
     plans = [plan.local_batches for plan in made]
     before, ended = plans[start - 1], plans[-1]
     spared = [_with(ended, disturbed, size) for size in (1, total // 48, total // 24)]
@@ -96,7 +96,6 @@ def sharing(total: int, steps: int, disturbed: int, start: int, rounds: int) -> 
     load.stop.set()
     best = min(tried, key=measured.__getitem__)
     over = {split: measured[split] / measured[best] for split in tried}
-    changes = model.engine.coordinator.planner.learner.changes if rank == 0 else []
     after = np.array(seconds[start:])
     return {
         "disturbed_rank": disturbed,
@@ -107,9 +106,20 @@ def sharing(total: int, steps: int, disturbed: int, start: int, rounds: int) -> 
         "best_ms": 1e3 * measured[best],
         "over_best": [(i - start, plans[i], over[plans[i]]) for i in range(start, start + 31) if _new(plans, i)],
         "over_best_before_and_at_the_end": [(before, over[before]), (ended, over[ended])],
-        "changes": changes[-5:],
+        "changes": told.changes[-5:],
         "plan_path": [(i, plans[i]) for i in range(len(plans)) if _new(plans, i)],
     }
+
+
+class _Changes:
+    """Keeps the changes of speed that a run tells of on rank 0: step, rank and factor."""
+
+    def __init__(self) -> None:
+        self.changes: list[tuple[int, int, float]] = []
+
+    def write(self, event: Record, /) -> None:
+        if isinstance(event, EventRecord) and event.kind == "changed_speed":
+            self.changes.append((event.step, event.data["rank"], event.data["factor"]))
 
 
 class _Load(threading.Thread):
@@ -143,23 +153,22 @@ def _new(plans: Sequence[tuple[int, ...]], step: int) -> bool:
 
 def _lb_bsp(cluster: Any, total: int, n: int) -> tuple[tuple[int, ...], int]:
     """Where LB-BSP's own planner ends on compute times of the fitted model, and after how many moves."""
-    planner = LbBspPlanner(Job(num_ranks=n, batch_size=total))
-    plan, moves = planner.plan(0), 0
+    job = Job(num_ranks=n, batch_size=total)
+    planner = LbBspPlanner(job)
+    plan, moves = planner.decide(None, job, 0).plan, 0
     for moves in range(3000):
         batches = np.array([plan.local_batches])
         before, backward = (curve.at(batches) for curve in (cluster.forward, cluster.backward))
-        planner.observe(
-            StepWindow(
-                first_step=moves,
-                local_batches=batches,
-                before_s=before,
-                ready_s=backward[..., None],
-                done_s=backward[..., None],
-                local_sqnorm=np.full((1, n), np.nan),
-                global_sqnorm=np.full(1, np.nan),
-            )
+        window = StepWindow(
+            first_step=moves,
+            local_batches=batches,
+            before_s=before,
+            ready_s=backward[..., None],
+            done_s=backward[..., None],
+            local_sqnorm=np.full((1, n), np.nan),
+            global_sqnorm=np.full(1, np.nan),
         )
-        new = planner.plan(moves + 1)
+        new = planner.decide(window, job, moves + 1).plan
         if new.local_batches == plan.local_batches:
             break
         plan = new

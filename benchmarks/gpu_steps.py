@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from benchmarks.gpu_models import ResNet18, SmallGpt
 from benchmarks.sample_numbers import Numbers
 from cannikin import HeteroDataLoader, HeteroDataParallel
+from cannikin.runlog import Observer
 
 
 class Images:
@@ -63,12 +64,16 @@ def sgd(net: nn.Module) -> torch.optim.Optimizer:
 
 
 def train(
-    job: Any, total: int, steps: int, before: Callable[[int], object] = lambda step: None
+    job: Any,
+    total: int,
+    steps: int,
+    before: Callable[[int], object] = lambda step: None,
+    observers: Sequence[Observer] = (),
 ) -> tuple[Any, Any, list[float], list[Any]]:
     """Ours from an even start: model, optimizer, and each step's seconds and plan; `before` is told each step."""
     net = job.network()
     optimizer = sgd(net)
-    model = HeteroDataParallel(net, optimizer)
+    model = HeteroDataParallel(net, optimizer, observers=observers)
     loader = HeteroDataLoader(Numbers(total * steps), model=model, batch_size=total, shuffle=False, collate_fn=len)
     seconds, plans = [], []
     for step, size in enumerate(loader):

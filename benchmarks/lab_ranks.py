@@ -23,8 +23,8 @@ from torch import nn
 
 from benchmarks.sample_numbers import Numbers
 from cannikin import HeteroDataLoader, HeteroDataParallel, optimal_split
-from cannikin.core.plans import even_batches
-from cannikin.core.records import Job
+from cannikin.core.policies.plans import even_batches
+from cannikin.core.values import Job
 
 Split = tuple[int, ...]
 
@@ -231,10 +231,9 @@ def _around(split: Split, total: int) -> list[Split]:
 
 def _bottlenecks(training: Training, total: int) -> list[str]:
     """What binds each rank at the optimum of the model that rank 0 has learned."""
-    coordinator = training.model.engine.coordinator
     if training.rank != 0:
         return []
-    cluster = coordinator.planner.learner.model(*coordinator.job.bounds).cluster
+    cluster = training.model.engine.coordinator.planner.model().cluster
     return list(optimal_split(cluster, total).bottlenecks)
 
 

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 import numpy as np
 from sklearn.datasets import load_digits
 
-from cannikin.core.noise import noise_scale
-from cannikin.core.noise_tracker import NoiseTracker
-from cannikin.core.records import FloatArray, IntArray
+from cannikin.core.noise.estimate import noise_scale
+from cannikin.core.noise.tracker import NoiseTracker
+from cannikin.core.values import FloatArray, IntArray
 
 SPLITS = ((4, 60), (24, 40), (8, 16, 40), (2, 14, 48), (4, 4, 8, 48), (2, 2, 2, 2, 56))
 STAGES = {0: "initial", 20: "early", 100: "learning", 400: "refining", 1500: "fitted", 5000: "late", 15000: "converged"}

@@ -26,7 +26,7 @@ import torch.multiprocessing as mp
 from torch.utils.data import TensorDataset
 
 from benchmarks.overhead import network
-from benchmarks.synthetic import measure
+from benchmarks.synthetic import Training, measure
 from cannikin import (
     HeteroDataLoader,
     HeteroDataParallel,
@@ -35,12 +35,13 @@ from cannikin import (
     ScalarObserver,
     TensorBoardObserver,
 )
-from cannikin.core.controller import Controller
 from cannikin.core.perf import Cluster, Curve
-from cannikin.core.records import Job, Plan
+from cannikin.core.planner import Decision
+from cannikin.core.policies.cannikin import Controller
+from cannikin.core.values import Job
 from cannikin.runlog import RUNLOG_NAME, Observer, RankInfo, Record, RunLogWriter
-from cannikin.runtime.recording import Recorder
-from cannikin.runtime.windows import Report
+from cannikin.runtime.recorder import Recorder
+from cannikin.runtime.wire import Gathered
 
 NUM_RECORDS = 10_000  # half of them windows, half of them plans
 WINDOW_STEPS = 5
@@ -117,22 +118,20 @@ def cluster(num_ranks: int, num_buckets: int) -> Cluster:
 
 
 class Told:
-    """A planner that has learned, and what it learned from: (window, plan) again and again."""
+    """What a planner learned from and what it made of it: (window, decision) again and again."""
 
     def __init__(self, num_ranks: int, num_buckets: int) -> None:
         rng, truth = np.random.default_rng(0), cluster(num_ranks, num_buckets)
         self.job = Job(num_ranks=num_ranks, batch_size=32 * num_ranks, max_batch_size=512 * num_ranks)
-        self.planner = Controller(self.job)
         self.bucket_bytes = (26_214_400,) * num_buckets
-        self.pairs: list[tuple[Report, Plan]] = []
-        plan = self.planner.plan(0)
+        self.pairs: list[tuple[Gathered, Decision]] = []
+        training = Training(Controller(self.job), self.job, rng)
         for first in range(0, NUM_WINDOWS * WINDOW_STEPS, WINDOW_STEPS):
-            window = measure(truth, [plan] * WINDOW_STEPS, rng, first_step=first, sqnorms=(1.0, 4000.0))
-            self.planner.observe(window)
-            plan = self.planner.plan(first + WINDOW_STEPS)
-            report = Report(window=window, load_s=window.before_s / 50, other_s=window.before_s / 100, num_ahead=0)
-            self.pairs.append((report, plan))
-        assert self.planner.choice is not None, "the records are as large as they get"
+            batches = training.schedule.local_batches(first, WINDOW_STEPS)
+            window = measure(truth, batches, rng, first_step=first, sqnorms=(1.0, 4000.0))
+            gathered = Gathered(window=window, load_s=window.before_s / 50, other_s=window.before_s / 100, num_ahead=0)
+            self.pairs.append((gathered, training.show(window)))
+        assert training.decision.choice is not None, "the records are as large as they get"
 
     def seconds(self, observers: list[Any], clock: Clock) -> np.ndarray:
         """What each window and its plan cost, in a run told to these observers."""
@@ -142,12 +141,10 @@ class Told:
         recorder.start()
         costs = np.empty(NUM_RECORDS // 2)
         for k in range(len(costs)):
-            report, plan = self.pairs[k % NUM_WINDOWS]
+            gathered, decision = self.pairs[k % NUM_WINDOWS]
             clock.now += WINDOW_STEPS * STEP_S
             start = time.perf_counter()
-            recorder.decided(
-                self.planner, report, plan, progress=0.1 * k, lr_factor=1.5, bucket_bytes=self.bucket_bytes
-            )
+            recorder.decided(gathered, decision, progress=0.1 * k, lr_factor=1.5, bucket_bytes=self.bucket_bytes)
             costs[k] = time.perf_counter() - start
         return costs
 

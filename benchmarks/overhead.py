@@ -50,7 +50,7 @@ def _work(rank: int, world_size: int, store: str, width: int, local_batch: int, 
     from torch.nn.parallel import DistributedDataParallel
 
     from cannikin import HeteroDataParallel
-    from cannikin.core.records import Job
+    from cannikin.core.values import Job
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)

@@ -21,7 +21,8 @@ import numpy as np
 from benchmarks.synthetic import measure
 from cannikin.core.goodput import choose_total, efficiency, total_grid
 from cannikin.core.perf import Cluster, Curve
-from cannikin.core.plans import make_plan
+from cannikin.core.planner import Decision
+from cannikin.core.policies.plans import make_plan
 from cannikin.report.write import write_report
 from cannikin.runlog import (
     RUNLOG_NAME,
@@ -66,8 +67,8 @@ def kinds() -> list[tuple[WindowRecord, PlanRecord]]:
     truth = cluster()
     for _ in range(NUM_KINDS):
         batches = tuple(rng.integers(10, 200, 3).tolist())
-        plan = make_plan(0, batches, phase="optperf", predicted_step_s=rng.uniform(0.05, 0.2), reason=_reason(batches))
-        window = measure(truth, [plan] * WINDOW_STEPS, rng, sqnorms=(1.0, 400.0))
+        plan = make_plan(0, batches, predicted_step_s=rng.uniform(0.05, 0.2), reason=_reason(batches))
+        window = measure(truth, [batches] * WINDOW_STEPS, rng, sqnorms=(1.0, 400.0))
         noise = NoiseRecord(**{name: rng.uniform(1, 100) for name in ("signal_sqnorm", "noise_trace", "low", "high")})
         noise = msgspec.structs.replace(noise, noise_scale=noise.noise_trace / noise.signal_sqnorm)
         worth = efficiency(grid, initial_batch=64, noise_trace=rng.uniform(100, 1000), signal_sqnorm=1.0)
@@ -80,7 +81,7 @@ def kinds() -> list[tuple[WindowRecord, PlanRecord]]:
             lr_factor=rng.uniform(1, 2),
             bucket_bytes=(26_214_400,) * NUM_BUCKETS,
         )
-        pairs.append((record, plan_record(plan, 0, choice=choice)))
+        pairs.append((record, plan_record(Decision(plan=plan, choice=choice, phase="optperf"), 0)))
     return pairs
 
 

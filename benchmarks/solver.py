@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from cannikin.core.algorithm1 import algorithm1
 from cannikin.core.perf import Cluster, Curve
+from cannikin.core.policies.algorithm1 import algorithm1
 from cannikin.core.split import SplitSolver, optimal_split
 
 SEED = 20

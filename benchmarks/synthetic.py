@@ -6,11 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from cannikin.core.controller import window_steps
 from cannikin.core.perf import Cluster, Curve
-from cannikin.core.records import Plan, Planner, StepWindow
+from cannikin.core.planner import Decision, Planner, SpeedChange
+from cannikin.core.schedule import Schedule
 from cannikin.core.split import optimal_split
+from cannikin.core.values import Job, Plan, StepWindow
 
 
 def random_cluster(rng: np.random.Generator, *, hard: bool = False, max_ranks: int = 16) -> tuple[Cluster, int]:
@@ -64,7 +66,7 @@ def slowed(cluster: Cluster, rank: int, factor: float) -> Cluster:
 
 def measure(
     cluster: Cluster,
-    plans: list[Plan],
+    batches: npt.ArrayLike,
     rng: np.random.Generator,
     *,
     noise: float = 0.1,
@@ -72,21 +74,22 @@ def measure(
     first_step: int = 0,
     sqnorms: tuple[float, float] | None = None,
 ) -> StepWindow:
-    """One window, a step for each plan: every time has lognormal noise and, now and then, is 3 times as long.
+    """One window of steps with these local batches, [S, n]: every time has lognormal noise and, now and then, is 3
+    times as long.
 
     With `sqnorms` = (|G|^2, tr Sigma) the squared norms are their expectations; otherwise they are NaN.
     """
-    shape = (len(plans), cluster.num_ranks)
+    batches = np.asarray(batches)
+    shape = batches.shape
 
     def jitter(*size: int) -> np.ndarray:
         return np.exp(noise * rng.standard_normal(size)) * np.where(rng.random(size) < outliers, 3.0, 1.0)
 
-    batches = np.array([plan.local_batches for plan in plans])
     before = cluster.forward.at(batches) * jitter(*shape)
     backward = cluster.backward.at(batches)
     ready = cluster.gammas * backward[..., None] * jitter(*shape, cluster.gammas.shape[1])
-    times = -np.diff(cluster.tails_s, append=0.0) * jitter(len(plans), len(cluster.tails_s))
-    moment = np.zeros(len(plans))
+    times = -np.diff(cluster.tails_s, append=0.0) * jitter(len(batches), len(cluster.tails_s))
+    moment = np.zeros(len(batches))
     done = np.empty_like(ready)
     for j in range(ready.shape[-1]):
         moment = np.maximum(moment, (before + ready[..., j]).max(axis=1)) + times[:, j]
@@ -104,30 +107,51 @@ def measure(
 
 
 class Training:
-    """Drives a planner as the runtime does: windows of steps, and plans that take effect `delay` steps after one."""
+    """Drives a planner by the core's schedule; plans take effect `delay` steps after a window.
 
-    def __init__(self, planner: Planner, rng: np.random.Generator, *, delay: int = 0) -> None:
+    `decisions` has every decision that was made, the first of them before any window.
+    """
+
+    def __init__(self, planner: Planner, job: Job, rng: np.random.Generator, *, delay: int = 0) -> None:
         self.planner = planner
         self.rng = rng
         self.delay = delay
         self.step = 0
-        self.plans: list[Plan] = [planner.plan(0)]
-        self._pending: list[Plan] = []
-        self._current = self.plans[0]
+        self.schedule = Schedule(job, planner.decide(None, job, 0))
+        self.decisions: list[Decision] = [self.schedule.decision]
+
+    @property
+    def decision(self) -> Decision:
+        """The decision made last."""
+        return self.schedule.decision
+
+    @property
+    def plans(self) -> list[Plan]:
+        """Every plan that was made."""
+        return [decision.plan for decision in self.decisions]
+
+    @property
+    def phases(self) -> list[str]:
+        """What the planner called each decision."""
+        return [decision.phase for decision in self.decisions]
+
+    @property
+    def changes(self) -> list[SpeedChange]:
+        """Every change of speed that was found."""
+        return [change for decision in self.decisions for change in decision.changes]
 
     def run(self, cluster: Cluster, num_steps: int, **noise: Any) -> Plan:
         """Train for whole windows, `num_steps` or a little more; the plan made last."""
         end = self.step + num_steps
         while self.step < end:
-            steps = [self._plan_at(self.step + s) for s in range(window_steps(self.step, self.planner))]
-            self.planner.observe(measure(cluster, steps, self.rng, first_step=self.step, **noise))
-            self.step += len(steps)
-            plan = self.planner.plan(self.step + self.delay)
-            self._pending.append(replace(plan, first_step=self.step + self.delay))
-            self.plans.append(plan)
+            batches = self.schedule.local_batches(self.step, self.schedule.window_steps(self.step))
+            self.show(measure(cluster, batches, self.rng, first_step=self.step, **noise))
         return self.plans[-1]
 
-    def _plan_at(self, step: int) -> Plan:
-        while self._pending and self._pending[0].first_step <= step:
-            self._current = self._pending.pop(0)
-        return self._current
+    def show(self, window: StepWindow) -> Decision:
+        """Show the planner this window, whatever was planned; what it decides."""
+        self.step = window.first_step + window.num_steps
+        decision = self.schedule.decide(self.planner, window, self.step + self.delay)
+        self.schedule.install(decision, self.step)
+        self.decisions.append(decision)
+        return decision

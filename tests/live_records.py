@@ -62,7 +62,6 @@ def plan(step: int, batches: tuple[int, ...] = (24, 8), **changes: Any) -> PlanR
         "first_step": step + 4,
         "total_batch": sum(batches),
         "local_batches": batches,
-        "micro_batches": (1,) * len(batches),
         "predicted_step_ms": 32.0,
         "phase": "optperf",
         "reason": "rank1 finishes last with 8 samples (compute)",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cannikin import load_cluster
 from cannikin.cluster_file import MAX_RANKS
-from cannikin.core.records import NO_MAX
+from cannikin.core.values import NO_MAX
 from cannikin.errors import ClusterFileError
 from cannikin.toml_files import MAX_BYTES
 

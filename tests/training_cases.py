@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,11 @@ from told import collecting_warnings
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
 
-from cannikin.core.controller import Controller
-from cannikin.core.plans import make_plan
-from cannikin.core.records import Job, Plan, StepWindow
-from cannikin.runtime.data import HeteroDataLoader
+from cannikin.core.planner import Decision, Noise
+from cannikin.core.policies.cannikin import Controller
+from cannikin.core.policies.plans import make_plan
+from cannikin.core.values import Job, StepWindow
+from cannikin.runtime.loader import HeteroDataLoader
 from cannikin.runtime.parallel import HeteroDataParallel
 
 Script = Sequence[tuple[int, ...]]  # local batches of one plan after another
@@ -58,20 +59,34 @@ class NumberedStream(IterableDataset):
         return (self.data[index] for index in range(first, len(self.data), step))
 
 
+class Kept:
+    """An observer that keeps all that it is told."""
+
+    def __init__(self) -> None:
+        self.records: list[Any] = []
+
+    def write(self, record: Any) -> None:
+        self.records.append(record)
+
+
 class ScriptedPlanner:
     """Takes the next plan of a script at every window, whatever was measured; begins again at the script's end."""
+
+    noise = Noise(signal_sqnorm=math.nan, noise_trace=math.nan)  # not known
 
     def __init__(self, script: Script) -> None:
         self.script = script
         self.num_windows = 0
 
-    def observe(self, window: StepWindow) -> None:
-        assert window.num_ranks == len(self.script[0])
-        self.num_windows += 1
+    def decide(self, window: StepWindow | None, job: Job, step: int) -> Decision:
+        if window is not None:
+            assert window.num_ranks == len(self.script[0])
+            self.num_windows += 1
+        return self.scripted(step)
 
-    def plan(self, step: int) -> Plan:
+    def scripted(self, step: int) -> Decision:
         batches = self.script[self.num_windows % len(self.script)]
-        return make_plan(step, batches, phase="other", reason="by script")
+        return Decision(plan=make_plan(step, batches, reason="by script"), noise=self.noise, phase="scripted")
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_windows": self.num_windows}
@@ -85,18 +100,12 @@ class ScriptedController(Controller):
 
     def __init__(self, job: Job, script: Script) -> None:
         super().__init__(job)
-        self._scripted = ScriptedPlanner(script)
+        self.scripted = ScriptedPlanner(script)
 
-    def observe(self, window: StepWindow) -> None:
-        super().observe(window)
-        self._scripted.observe(window)
-
-    def plan(self, step: int) -> Plan:
-        return self._scripted.plan(step)
-
-    @property
-    def last_change(self) -> None:
-        """Windows of the same length in every run."""
+    def decide(self, window: StepWindow | None, job: Job, step: int) -> Decision:
+        learned = super().decide(window, job, step)
+        # Windows of the same length in every run.
+        return replace(learned, plan=self.scripted.decide(window, job, step).plan, changes=(), settled=True)
 
 
 class _Slow(torch.autograd.Function):
@@ -337,7 +346,7 @@ def plain_hook(state, bucket):  # DDP compares annotations with types, and ours 
 
 
 def attach_to_a_module_with_a_hook(rank: int) -> None:
-    from cannikin.runtime.engine import attach
+    from cannikin.runtime.parallel import attach
 
     net = TinyNet()
     ddp = nn.parallel.DistributedDataParallel(net)
@@ -351,7 +360,7 @@ def attach_to_sparse_gradients(rank: int) -> None:
 
 
 def attach_twice(rank: int) -> None:
-    from cannikin.runtime.engine import attach
+    from cannikin.runtime.parallel import attach
 
     model, optimizer = make_model()
     attach(model, optimizer)
@@ -404,8 +413,9 @@ class NoiseReport:
 
 def train_with_bad_gradients(rank: int, world_size: int, bad: dict[int, tuple[int, ...]], value: float) -> NoiseReport:
     """What is known in the end where ranks `bad[step]` have a gradient full of `value` at that step."""
-    model, optimizer = make_model()
-    return noise_report(rank, model, leave_out_bad_gradients(model, optimizer, bad, value))
+    told = Kept()
+    model, optimizer = make_model(observers=[told])
+    return noise_report(rank, model, told, leave_out_bad_gradients(model, optimizer, bad, value))
 
 
 def warnings_of_bad_gradients(
@@ -443,7 +453,8 @@ def leave_out_bad_gradients(
 def train_with_a_scaler(rank: int, world_size: int, bad: dict[int, tuple[int, ...]], optimizer: Any) -> NoiseReport:
     """The same under a GradScaler, which leaves those steps out by itself and lowers its scale."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=7)
-    model, optimizer = make_model(grad_scaler=scaler, optimizer=optimizer)
+    told = Kept()
+    model, optimizer = make_model(grad_scaler=scaler, optimizer=optimizer, observers=[told])
     loader = HeteroDataLoader(Numbered(600), model=model, batch_size=6)
     seen = []
     for number, (features, targets, _) in enumerate(loader):
@@ -455,15 +466,15 @@ def train_with_a_scaler(rank: int, world_size: int, bad: dict[int, tuple[int, ..
         scaler.update()
         if scaler.get_scale() < scale:
             seen.append(number)
-    return noise_report(rank, model, seen)
+    return noise_report(rank, model, told, seen)
 
 
-def noise_report(rank: int, model: HeteroDataParallel, seen: list[int]) -> NoiseReport:
-    """What the engine knows at the end; `seen` is what the script itself has seen."""
-    coordinator = model.engine.coordinator
-    noise = coordinator.planner.noise
+def noise_report(rank: int, model: HeteroDataParallel, told: Kept, seen: list[int]) -> NoiseReport:
+    """What the engine knows at the end, and was told of; `seen` is what the script itself has seen."""
+    noise = model.engine.coordinator.schedule.decision.noise
+    assert noise is not None
     return NoiseReport(
-        num_nonfinite=coordinator.decision.num_nonfinite,
+        num_nonfinite=sum(event.data["count"] for event in told.records if getattr(event, "kind", "") == "nonfinite"),
         noise_scale=model.noise_scale,
         limits=noise.limits if rank == 0 else None,
         num_steps=noise.num_steps,
@@ -634,8 +645,8 @@ def measure_noise(rank: int, world_size: int, cases: Sequence[NoiseCase]) -> lis
                 nn.functional.cross_entropy(model(inputs), targets).backward()
                 optimizer.step()
                 splits.add(model.plan.local_batches)
-        noise = model.engine.coordinator.planner.noise
-        assert math.isnan(noise.noise_scale) == (rank != 0)
+        noise = model.engine.coordinator.schedule.decision.noise
+        assert noise is not None
         if rank == 0:
             found.append(
                 NoiseFound(noise_scale=noise.noise_scale, limits=noise.limits, splits=splits, num_steps=noise.num_steps)

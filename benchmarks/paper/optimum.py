@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cannikin.core.records import IntArray, Job
+from cannikin.core.values import IntArray, Job
 from cannikin.errors import InvalidInputError
 from cannikin.sim.hardware import Machine
 

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.paper.optimum import best_split, settled_step_s
-from cannikin.core.controller import Controller
 from cannikin.core.goodput import total_grid
-from cannikin.core.paper import PaperPlanner
-from cannikin.core.records import Job, Planner
+from cannikin.core.planner import Planner
+from cannikin.core.policies.cannikin import Controller
+from cannikin.core.policies.paper import PaperPlanner
+from cannikin.core.values import Job
 from cannikin.sim.engine import Simulation
 from cannikin.sim.runs import find_machine, job_for
 from cannikin.sim.workload import find_workload

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.paper.optimum import best_split, settled_step_s
-from cannikin.core.controller import Controller
 from cannikin.core.goodput import total_grid
-from cannikin.core.plans import even_batches, inverse_batches
-from cannikin.core.records import IntArray, Job
+from cannikin.core.policies.cannikin import Controller
+from cannikin.core.policies.plans import even_batches, inverse_batches
+from cannikin.core.values import IntArray, Job
 from cannikin.sim.engine import Simulation
 from cannikin.sim.hardware import Machine
 from cannikin.sim.runs import find_machine, job_for, named_planner

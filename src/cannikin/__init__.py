@@ -9,17 +9,16 @@ from cannikin._version import __version__
 
 if TYPE_CHECKING:
     from cannikin.cluster_file import load_cluster
-    from cannikin.core.noise import NoiseEstimate, noise_scale
-    from cannikin.core.noise_tracker import NoiseTracker
+    from cannikin.core.noise.estimate import NoiseEstimate, noise_scale
+    from cannikin.core.noise.tracker import NoiseTracker
     from cannikin.core.perf import Cluster, Curve, step_time
-    from cannikin.core.records import Split
     from cannikin.core.split import optimal_split
+    from cannikin.core.values import Split
     from cannikin.live.view import LiveView
-    from cannikin.runtime.data import HeteroDataLoader
-    from cannikin.runtime.engine import Engine, attach
-    from cannikin.runtime.parallel import HeteroDataParallel
-    from cannikin.runtime.sampler import HeteroBatchSampler
-    from cannikin.runtime.schedule import by_progress
+    from cannikin.runtime.engine import Engine
+    from cannikin.runtime.loader import HeteroBatchSampler, HeteroDataLoader
+    from cannikin.runtime.parallel import HeteroDataParallel, attach
+    from cannikin.runtime.update import by_progress
     from cannikin.trackers.observers import PrometheusObserver, ScalarObserver, TensorBoardObserver
 
 __all__ = [
@@ -50,20 +49,20 @@ _HOMES = {
     "Cluster": "cannikin.core.perf",
     "Curve": "cannikin.core.perf",
     "Engine": "cannikin.runtime.engine",
-    "HeteroBatchSampler": "cannikin.runtime.sampler",
-    "HeteroDataLoader": "cannikin.runtime.data",
+    "HeteroBatchSampler": "cannikin.runtime.loader",
+    "HeteroDataLoader": "cannikin.runtime.loader",
     "HeteroDataParallel": "cannikin.runtime.parallel",
     "LiveView": "cannikin.live.view",
-    "NoiseEstimate": "cannikin.core.noise",
-    "NoiseTracker": "cannikin.core.noise_tracker",
+    "NoiseEstimate": "cannikin.core.noise.estimate",
+    "NoiseTracker": "cannikin.core.noise.tracker",
     "PrometheusObserver": "cannikin.trackers.observers",
     "ScalarObserver": "cannikin.trackers.observers",
-    "Split": "cannikin.core.records",
+    "Split": "cannikin.core.values",
     "TensorBoardObserver": "cannikin.trackers.observers",
-    "attach": "cannikin.runtime.engine",
-    "by_progress": "cannikin.runtime.schedule",
+    "attach": "cannikin.runtime.parallel",
+    "by_progress": "cannikin.runtime.update",
     "load_cluster": "cannikin.cluster_file",
-    "noise_scale": "cannikin.core.noise",
+    "noise_scale": "cannikin.core.noise.estimate",
     "optimal_split": "cannikin.core.split",
     "step_time": "cannikin.core.perf",
 }

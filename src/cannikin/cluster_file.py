@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from cannikin.core.perf import Cluster, Curve
-from cannikin.core.records import NO_MAX
+from cannikin.core.values import NO_MAX
 from cannikin.errors import ClusterFileError
 from cannikin.toml_files import key_at, limit, naming, read_toml
 

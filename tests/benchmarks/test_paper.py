@@ -18,7 +18,7 @@ from benchmarks.paper.optimum import best_split
 from benchmarks.paper.prediction import METHODS, gamma_spread, prediction_errors
 from benchmarks.paper.report import write_report
 from benchmarks.paper.steps import by_total_batch, from_even_start
-from cannikin.core.records import Job
+from cannikin.core.values import Job
 from cannikin.errors import InvalidInputError
 from cannikin.sim.runs import find_machine
 

@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from cannikin.core.perf import Cluster, Curve
-from cannikin.core.records import NO_MAX
+from cannikin.core.values import NO_MAX
 
 KINDS = ("two-point", "bounds", "floors", "buckets", "large fixed costs", "ties", "flats", "loading")
 """What an instance stresses; every kind but the first has bounds in half of its instances."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cannikin.core.algorithm1 import algorithm1, round_batches
 from cannikin.core.perf import Cluster, Curve, step_time
+from cannikin.core.policies.algorithm1 import algorithm1, round_batches
 from cannikin.core.split import SplitSolver, optimal_split
 from cannikin.errors import InvalidInputError
 

@@ -11,8 +11,7 @@ from benchmarks.synthetic import measure
 from cannikin.core.fit import bucket_times, fit_curves, pooled_gammas, shrunken_gammas, trimmed_mean
 from cannikin.core.learner import Learner
 from cannikin.core.perf import Cluster, Curve
-from cannikin.core.plans import make_plan
-from cannikin.core.records import StepWindow
+from cannikin.core.values import StepWindow
 
 RNG = np.random.default_rng
 
@@ -70,8 +69,7 @@ def test_all_reduce_times_are_freed_of_waiting_for_a_slow_rank() -> None:
         gammas=[0.2, 0.6, 1.0],
         tails_s=[0.012, 0.008, 0.003],
     )
-    plan = make_plan(0, (8, 8), phase="even", reason="")
-    window = measure(cluster, [plan] * 3, RNG(0), noise=0.0, outliers=0.0)
+    window = measure(cluster, [(8, 8)] * 3, RNG(0), noise=0.0, outliers=0.0)
     assert bucket_times(window) == pytest.approx(np.tile([0.004, 0.005, 0.003], (3, 1)))
 
 
@@ -82,8 +80,7 @@ def test_queued_buckets_count_from_the_end_of_the_one_before() -> None:
         gammas=[0.2, 0.6, 1.0],
         tails_s=[0.3, 0.2, 0.1],
     )
-    plan = make_plan(0, (8, 8), phase="even", reason="")
-    window = measure(cluster, [plan], RNG(0), noise=0.0, outliers=0.0)
+    window = measure(cluster, [(8, 8)], RNG(0), noise=0.0, outliers=0.0)
     assert bucket_times(window)[0] == pytest.approx([0.1, 0.1, 0.1])
 
 
@@ -132,8 +129,7 @@ def test_the_learner_recovers_a_noisy_cluster() -> None:
     )
     learner, rng = Learner(2), RNG(3)
     for batches in ((32, 32), (48, 16), (56, 8), (40, 24)):
-        plan = make_plan(0, batches, phase="even", reason="")
-        learner.observe(measure(truth, [plan] * 20, rng, noise=0.03))
+        learner.observe(measure(truth, [batches] * 20, rng, noise=0.03))
     fit = learner.model(np.array([1, 1]), np.array([99, 99]))
     assert fit.known.all()
     cluster = fit.cluster
@@ -155,7 +151,7 @@ def test_a_curve_that_is_no_line_is_right_where_the_rank_runs_now() -> None:
             gammas=[1.0],
             tails_s=[0.002],
         )
-        learner.observe(measure(truth, [make_plan(0, (batch,), phase="even", reason="")] * 10, rng, noise=0.02))
+        learner.observe(measure(truth, [(batch,)] * 10, rng, noise=0.02))
     fitted = learner.model(np.array([1]), np.array([999])).cluster
     assert fitted is not None
     assert fitted.backward.at([128]) == pytest.approx(truth.backward.at([128]), rel=0.025)
@@ -171,8 +167,7 @@ def test_a_history_that_is_wrong_without_a_change_of_speed_is_corrected(forward:
             gammas=[1.0],
             tails_s=[0.001],
         )
-        plan = make_plan(0, (batch,), phase="even", reason="")
-        learner.observe(measure(truth, [plan] * 10, rng, noise=0.003, outliers=0.0, first_step=10 * k))
+        learner.observe(measure(truth, [(batch,)] * 10, rng, noise=0.003, outliers=0.0, first_step=10 * k))
     fitted = learner.model(np.array([1]), np.array([999])).cluster
     assert fitted is not None
     assert fitted.forward.at([107]) == pytest.approx(truth.forward.at([107]), rel=0.015)
@@ -194,9 +189,8 @@ def test_steps_that_are_slow_alike_count_where_they_are_half_of_all(
         tails_s=[0.001],
     )
     learner, rng = Learner(1), RNG(7)
-    learner.observe(measure(truth, [make_plan(0, (32,), phase="even", reason="")] * 20, rng, noise=0.02))
-    plan = make_plan(20, (64,), phase="even", reason="")
-    window = measure(truth, [plan] * len(factors), rng, first_step=20, noise=0.02, outliers=0.0)
+    learner.observe(measure(truth, [(32,)] * 20, rng, noise=0.02))
+    window = measure(truth, [(64,)] * len(factors), rng, first_step=20, noise=0.02, outliers=0.0)
     learner.observe(replace(window, ready_s=window.ready_s * np.array(factors)[:, None, None]))
     assert learner.history(0)[2, 1] == pytest.approx(expected * truth.backward.at([64])[0], rel=0.05)
 
@@ -209,7 +203,7 @@ def test_each_rank_has_overlap_ratios_of_its_own() -> None:
         tails_s=[0.009, 0.005, 0.002],
     )
     learner = Learner(2)
-    learner.observe(measure(truth, [make_plan(0, (32, 32), phase="even", reason="")] * 20, RNG(4), noise=0.02))
+    learner.observe(measure(truth, [(32, 32)] * 20, RNG(4), noise=0.02))
     cluster = learner.model(np.array([1, 1]), np.array([99, 99])).cluster
     assert cluster is not None
     assert cluster.gammas == pytest.approx(truth.gammas, rel=0.05)
@@ -229,7 +223,7 @@ def test_ranks_that_ran_one_batch_size_are_named() -> None:
         tails_s=[0.002],
     )
     learner = Learner(2)
-    learner.observe(measure(cluster, [make_plan(0, (32, 32), phase="even", reason="")] * 5, RNG(0)))
+    learner.observe(measure(cluster, [(32, 32)] * 5, RNG(0)))
     fit = learner.model(np.array([1, 1]), np.array([99, 99]))
     assert not fit.known.any()
     assert "rank 0" in fit.reason
@@ -245,7 +239,7 @@ def test_rebuilt_buckets_start_afresh() -> None:
             gammas=np.linspace(0.3, 1, len(tails)) if len(tails) > 1 else [1.0],
             tails_s=tails,
         )
-        learner.observe(measure(cluster, [make_plan(0, (32, 32), phase="even", reason="")] * 5, rng, noise=0.0))
+        learner.observe(measure(cluster, [(32, 32)] * 5, rng, noise=0.0))
     model = learner.model(np.array([1, 1]), np.array([99, 99])).cluster
     assert model is not None
     assert model.tails_s == pytest.approx([0.009, 0.004])

@@ -10,12 +10,12 @@ import pytest
 from clusters import clusters_with_total
 from hypothesis import given, settings
 
-from benchmarks.synthetic import measure
-from cannikin.core.controller import Controller
+from benchmarks.synthetic import Training, measure
 from cannikin.core.loading import LoadHistory
 from cannikin.core.perf import Cluster, Curve, step_time
-from cannikin.core.records import Job, Plan, StepWindow
+from cannikin.core.policies.cannikin import Controller
 from cannikin.core.split import SplitSolver, optimal_split
+from cannikin.core.values import Job, Plan, StepWindow
 
 RNG = np.random.default_rng
 NO_LOAD = [0.0, 0.0, 0.0]
@@ -33,29 +33,35 @@ def cluster_of(load_per_sample_s: list[float]) -> Cluster:
     )
 
 
-def measured(cluster: Cluster, plans: list[Plan], rng: np.random.Generator, *, noise: float = 0.0) -> StepWindow:
+def measured(cluster: Cluster, plan: Plan, rng: np.random.Generator, *, first_step: int, noise: float) -> StepWindow:
     """A window in which the rank whose loading takes longest waits for its data, if that is longer than the step.
 
     It waits until its own step ends at L_i; the others, whose loaders are ahead, wait for it in the all-reduce.
     """
-    window = measure(cluster, plans, rng, noise=noise, outliers=0.0)
+    window = measure(cluster, [plan.local_batches] * 10, rng, noise=noise, outliers=0.0, first_step=first_step)
     needs_s = cluster.load.at(window.local_batches)
     alone_s = window.before_s + (window.ready_s + cluster.tails_s).max(axis=-1)
     slowest = (needs_s == needs_s.max(axis=1, keepdims=True)) & (needs_s > alone_s.max(axis=1, keepdims=True))
     load_s = np.where(slowest, needs_s - alone_s, 0.0)
-    start_s, moment_s, done_s = load_s + window.before_s, np.zeros(len(plans)), np.empty_like(window.done_s)
+    start_s, moment_s, done_s = load_s + window.before_s, np.zeros(window.num_steps), np.empty_like(window.done_s)
     for j, cost_s in enumerate(-np.diff(cluster.tails_s, append=0.0)):
         moment_s = np.maximum(moment_s, (start_s + window.ready_s[..., j]).max(axis=1)) + cost_s
         done_s[..., j] = moment_s[:, None] - start_s
     return replace(window, load_s=load_s, done_s=done_s)
 
 
-def train(controller: Controller, cluster: Cluster, num_windows: int, *, noise: float = 0.0) -> list[Plan]:
-    rng, plans = RNG(0), [controller.plan(0)]
+def train(controller: Controller, job: Job, cluster: Cluster, num_windows: int, *, noise: float = 0.0) -> list[Plan]:
+    training = Training(controller, job, RNG(0))
     for k in range(num_windows):
-        controller.observe(measured(cluster, [plans[-1]] * 10, rng, noise=noise))
-        plans.append(controller.plan(10 * k + 10))
-    return plans
+        training.show(measured(cluster, training.plans[-1], training.rng, first_step=10 * k, noise=noise))
+    return training.plans
+
+
+def waiting(controller: Controller) -> list[bool]:
+    """Which ranks the controller knows to wait for their data."""
+    cluster = controller.model().cluster
+    assert cluster is not None
+    return ((cluster.load.per_sample_s > 0) | (cluster.load.fixed_s > 0)).tolist()
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -106,7 +112,8 @@ def test_a_cluster_without_a_rank_keeps_the_others_loading() -> None:
 
 def test_a_rank_that_waits_for_its_data_is_given_less_and_the_reason_says_why() -> None:
     cluster = cluster_of([0.0, 2e-3, 0.0])
-    plans = train(Controller(Job(num_ranks=3, batch_size=96)), cluster, 6)
+    job = Job(num_ranks=3, batch_size=96)
+    plans = train(Controller(job), job, cluster, 6)
     assert "rank 1 waits for its data: more loader workers would help" in plans[3].reason
     best_s = optimal_split(cluster, 96).step_s
     assert step_time(cluster, plans[-1].local_batches) < 1.05 * best_s
@@ -117,7 +124,8 @@ def test_a_rank_that_waits_for_its_data_is_given_less_and_the_reason_says_why() 
 def test_a_split_that_leaves_no_wait_stays_though_the_wait_is_gone() -> None:
     # Now and then a few samples more are tried, for a loader may have become faster: on average that costs little.
     cluster = cluster_of([0.0, 2e-3, 0.0])
-    plans = train(Controller(Job(num_ranks=3, batch_size=960)), cluster, 80, noise=0.02)[10:]
+    job = Job(num_ranks=3, batch_size=960)
+    plans = train(Controller(job), job, cluster, 80, noise=0.02)[10:]
     times_s = [step_time(cluster, plan.local_batches) for plan in plans]
     best_s = optimal_split(cluster, 960).step_s
     assert np.mean(times_s) < 1.03 * best_s
@@ -125,20 +133,24 @@ def test_a_split_that_leaves_no_wait_stays_though_the_wait_is_gone() -> None:
 
 
 def test_a_loader_that_has_become_fast_is_forgotten() -> None:
-    controller = Controller(Job(num_ranks=3, batch_size=96))
-    train(controller, cluster_of([0.0, 2e-3, 0.0]), 12)
+    job = Job(num_ranks=3, batch_size=96)
+    controller = Controller(job)
+    train(controller, job, cluster_of([0.0, 2e-3, 0.0]), 12)
+    assert any(waiting(controller))
     fast = cluster_of(NO_LOAD)
-    plan = train(controller, fast, 150)[-1]
-    assert not controller.learner.loading.known.any()
+    plan = train(controller, job, fast, 150)[-1]
+    assert not any(waiting(controller))
     assert "waits for its data" not in plan.reason
     assert step_time(fast, plan.local_batches) < 1.03 * optimal_split(fast, 96).step_s
 
 
-def handed_over(cluster: Cluster, plans: list[Plan], rng: np.random.Generator, handing_s: float) -> StepWindow:
+def handed_over(
+    cluster: Cluster, local_batches: tuple[int, ...], rng: np.random.Generator, handing_s: float, *, first_step: int = 0
+) -> StepWindow:
     """A window in which the loaders are ahead, but every batch takes a moment from the worker to the rank."""
-    window = measure(cluster, plans, rng, noise=0.02, outliers=0.0)
+    window = measure(cluster, [local_batches] * 10, rng, noise=0.02, outliers=0.0, first_step=first_step)
     load_s = handing_s * rng.uniform(0.5, 1.5, window.before_s.shape)
-    start_s, moment_s, done_s = load_s + window.before_s, np.zeros(len(plans)), np.empty_like(window.done_s)
+    start_s, moment_s, done_s = load_s + window.before_s, np.zeros(window.num_steps), np.empty_like(window.done_s)
     for j, cost_s in enumerate(-np.diff(cluster.tails_s, append=0.0)):
         moment_s = np.maximum(moment_s, (start_s + window.ready_s[..., j]).max(axis=1)) + cost_s
         done_s[..., j] = moment_s[:, None] - start_s
@@ -147,18 +159,17 @@ def handed_over(cluster: Cluster, plans: list[Plan], rng: np.random.Generator, h
 
 def test_a_rank_that_waits_for_the_others_too_is_not_held_up_by_its_loader() -> None:
     cluster, history = cluster_of(NO_LOAD), LoadHistory(3)
-    plan = Controller(Job(num_ranks=3, batch_size=96)).plan(0)
-    history.observe(handed_over(cluster, [plan] * 10, RNG(0), 0.006))
+    history.observe(handed_over(cluster, (32, 32, 32), RNG(0), 0.006))
     assert history.known[:2].tolist() == [False, False]  # rank 2, twice as slow, is the one they wait for
 
 
 def test_the_moment_that_handing_over_a_batch_takes_does_not_drive_the_split_away() -> None:
-    cluster, controller, rng = cluster_of(NO_LOAD), Controller(Job(num_ranks=3, batch_size=96)), RNG(0)
-    plans = [controller.plan(0)]
+    cluster, job = cluster_of(NO_LOAD), Job(num_ranks=3, batch_size=96)
+    training = Training(Controller(job), job, RNG(0))
     for k in range(60):
-        controller.observe(handed_over(cluster, [plans[-1]] * 10, rng, 0.003))
-        plans.append(controller.plan(10 * k + 10))
-    times_s = [step_time(cluster, plan.local_batches) for plan in plans[10:]]
+        local_batches = training.plans[-1].local_batches
+        training.show(handed_over(cluster, local_batches, training.rng, 0.003, first_step=10 * k))
+    times_s = [step_time(cluster, plan.local_batches) for plan in training.plans[10:]]
     assert np.mean(times_s) < 1.1 * optimal_split(cluster, 96).step_s
 
 
@@ -228,23 +239,25 @@ def test_steps_that_do_not_count_teach_nothing_of_loading() -> None:
 def test_what_is_known_of_loading_is_saved_and_older_states_are_read() -> None:
     job = Job(num_ranks=3, batch_size=96)
     controller = Controller(job)
-    train(controller, cluster_of([0.0, 2e-3, 0.0]), 4)
+    train(controller, job, cluster_of([0.0, 2e-3, 0.0]), 4)
     state = json.loads(json.dumps(controller.state_dict()))
     restored = Controller(job)
     restored.load_state_dict(state)
-    assert restored.learner.loading.known.tolist() == [False, True, False]
-    assert restored.learner.loading.curve().at([9, 9, 9]) == pytest.approx(
-        controller.learner.loading.curve().at([9, 9, 9])
-    )
-    del state["learner"]["loading"], state["max_local"]
+    assert waiting(restored) == [False, True, False]
+    was, now = controller.model().cluster, restored.model().cluster
+    assert was is not None
+    assert now is not None
+    assert now.load.at([9, 9, 9]) == pytest.approx(was.load.at([9, 9, 9]))
+    del state["learner"]["loading"]
     older = Controller(job)
     older.load_state_dict(state)
-    assert not older.learner.loading.known.any()
+    assert not any(waiting(older))
 
 
 def test_the_predicted_step_time_of_one_rank_alone_includes_its_wait() -> None:
     curve = Curve(fixed_s=[0.01], per_sample_s=[1e-4])
     load = Curve(fixed_s=[0.0], per_sample_s=[2e-3])
     cluster = Cluster(forward=curve, backward=curve, gammas=[1.0], tails_s=[0.0], load=load)
-    plan = train(Controller(Job(num_ranks=1, batch_size=32)), cluster, 8)[-1]
+    job = Job(num_ranks=1, batch_size=32)
+    plan = train(Controller(job), job, cluster, 8)[-1]
     assert plan.predicted_step_s == pytest.approx(0.064, rel=0.01)

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 
-from cannikin.core.noise import ESTIMATORS, fieller_limits, noise_scale
-from cannikin.core.noise_tracker import NoiseTracker
+from cannikin.core.noise.estimate import ESTIMATORS, fieller_limits, noise_scale
+from cannikin.core.noise.tracker import NoiseTracker
 from cannikin.errors import InvalidInputError, StateError
 
 SPLITS = [(4, 60), (8, 16, 40), (4, 4, 8, 48), (1, 2, 3, 20, 38), (1, 1, 2, 4, 8, 48)]

@@ -8,14 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.synthetic import measure
-from cannikin.core.adaptdl import AdaptdlPlanner
-from cannikin.core.controller import Controller
-from cannikin.core.noise_tracker import NoiseTracker
-from cannikin.core.noise_windows import observe_noise
+from benchmarks.synthetic import Training, measure
+from cannikin.core.noise.tracker import NoiseTracker
 from cannikin.core.perf import Cluster, Curve
-from cannikin.core.plans import make_plan
-from cannikin.core.records import Job, Plan, StepWindow
+from cannikin.core.policies.adaptdl import AdaptdlPlanner
+from cannikin.core.policies.cannikin import Controller
+from cannikin.core.values import Job, StepWindow
 
 RNG = np.random.default_rng
 ALONE = Cluster(
@@ -32,28 +30,30 @@ PAIR = Cluster(
 )
 
 
-def alone(plan: Plan, num_steps: int, trace: float) -> StepWindow:
+def alone(local_batches: tuple[int, ...], num_steps: int, trace: float, *, first_step: int = 0) -> StepWindow:
     """Steps of one rank with |G|^2 = 1: norms and products of neighbouring gradients at their expectations."""
-    window = measure(ALONE, [plan] * num_steps, RNG(0), noise=0.01, sqnorms=(1.0, trace))
+    batches = [local_batches] * num_steps
+    window = measure(ALONE, batches, RNG(0), first_step=first_step, noise=0.01, sqnorms=(1.0, trace))
     return replace(window, previous_dot=np.ones(num_steps))
 
 
-def train(planner: Controller | AdaptdlPlanner, num_windows: int, trace: float) -> list[Plan]:
-    plans = [planner.plan(0)]
+def train(planner: Controller | AdaptdlPlanner, job: Job, num_windows: int, trace: float) -> Training:
+    training = Training(planner, job, RNG(0))
     for k in range(num_windows):
-        planner.observe(alone(plans[-1], 10, trace))
-        plans.append(planner.plan(10 * k + 10))
-    return plans
+        training.show(alone(training.plans[-1].local_batches, 10, trace, first_step=10 * k))
+    return training
 
 
 @pytest.mark.parametrize("kind", [Controller, AdaptdlPlanner])
 def test_one_rank_alone_adapts_its_total_batch_to_its_noise(kind: type[Controller] | type[AdaptdlPlanner]) -> None:
     totals = {}
     for trace in (1.0, 1e3, 1e6):
-        planner = kind(Job(num_ranks=1, batch_size=16, max_batch_size=512, num_samples=16 * 20))
-        plans = train(planner, 40, trace)
+        job = Job(num_ranks=1, batch_size=16, max_batch_size=512, num_samples=16 * 20)
+        training = train(kind(job), job, 40, trace)
+        plans, noise = training.plans, training.decision.noise
         totals[trace] = plans[-1].total_batch
-        assert planner.noise.noise_scale == pytest.approx(trace, rel=1e-6)
+        assert noise is not None
+        assert noise.noise_scale == pytest.approx(trace, rel=1e-6)
         assert {plan.local_batches for plan in plans} == {(plan.total_batch,) for plan in plans}
         if plans[-1].total_batch > 16:
             assert any("biased: one rank compares consecutive steps" in plan.reason for plan in plans)
@@ -63,23 +63,23 @@ def test_one_rank_alone_adapts_its_total_batch_to_its_noise(kind: type[Controlle
 
 
 def test_one_rank_alone_goes_back_to_its_initial_batch_where_its_gradients_point_apart() -> None:
-    controller = Controller(Job(num_ranks=1, batch_size=16, max_batch_size=512))
-    assert train(controller, 10, 1e6)[-1].total_batch > 16
-    plan = controller.plan(100)
+    job = Job(num_ranks=1, batch_size=16, max_batch_size=512)
+    training = train(Controller(job), job, 10, 1e6)
+    plan = training.plans[-1]
+    assert plan.total_batch > 16
     for k in range(10, 30):
-        window = alone(plan, 10, 1e6)
-        controller.observe(replace(window, previous_dot=-100 * window.previous_dot))
-        plan = controller.plan(10 * k + 10)
+        window = alone(plan.local_batches, 10, 1e6, first_step=10 * k)
+        plan = training.show(replace(window, previous_dot=-100 * window.previous_dot)).plan
     assert plan.total_batch == 16
     assert "noise scale not known: one rank compares consecutive steps" in plan.reason
 
 
 def test_one_rank_alone_without_products_keeps_its_total_batch() -> None:
-    controller = Controller(Job(num_ranks=1, batch_size=16, max_batch_size=512))
-    plan = controller.plan(0)
+    job = Job(num_ranks=1, batch_size=16, max_batch_size=512)
+    training = Training(Controller(job), job, RNG(0))
     for k in range(10):
-        controller.observe(measure(ALONE, [plan] * 10, RNG(k), sqnorms=(1.0, 1e6)))
-        plan = controller.plan(10 * k + 10)
+        batches = [training.plans[-1].local_batches] * 10
+        plan = training.show(measure(ALONE, batches, RNG(k), first_step=10 * k, sqnorms=(1.0, 1e6))).plan
     assert plan.total_batch == 16
     assert "noise scale not known yet (0 of 20 steps)" in plan.reason
 
@@ -87,28 +87,27 @@ def test_one_rank_alone_without_products_keeps_its_total_batch() -> None:
 def test_a_saved_controller_of_one_rank_goes_on_as_the_first_would_have() -> None:
     job = Job(num_ranks=1, batch_size=16, max_batch_size=512)
     first, second = Controller(job), Controller(job)
-    plan = train(first, 5, 1e3)[-1]
+    plan = train(first, job, 5, 1e3).plans[-1]
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    for planner in (first, second):
-        planner.observe(alone(plan, 10, 1e3))
-    assert first.plan(60) == second.plan(60)
+    window = alone(plan.local_batches, 10, 1e3, first_step=50)
+    assert first.decide(window, job, 60) == second.decide(window, job, 60)
 
 
 def test_a_gradient_is_compared_with_the_step_before_it_only() -> None:
-    window = alone(make_plan(0, (16,), phase="even", reason=""), 5, 100.0)
+    window = alone((16,), 5, 100.0)
     for left_out, num_pairs in (([], 4), ([2], 2), ([0], 3), ([1, 3], 0)):
         valid = np.ones((5, 1), dtype=np.bool_)
         valid[left_out] = False
         tracker = NoiseTracker(initial_batch=16)
-        observe_noise(tracker, replace(window, valid=valid))
+        tracker.observe(replace(window, valid=valid))
         assert tracker.num_steps == num_pairs, f"without steps {left_out}"
 
 
 def test_of_a_windows_first_step_the_one_before_is_not_known() -> None:
-    window = alone(make_plan(0, (16,), phase="even", reason=""), 5, 100.0)
+    window = alone((16,), 5, 100.0)
     tracker = NoiseTracker(initial_batch=16)
-    observe_noise(tracker, window)
-    observe_noise(tracker, window)
+    tracker.observe(window)
+    tracker.observe(window)
     assert tracker.num_steps == 8
 
 
@@ -120,27 +119,36 @@ def overflowing(window: StepWindow) -> StepWindow:
     return replace(window, local_sqnorm=local, global_sqnorm=total, valid=valid)
 
 
+def counts(training: Training) -> tuple[int, int]:
+    """Steps whose norms a planner took in and steps that it skipped, as its saved state has them."""
+    steps = training.planner.state_dict()["noise"]["steps"]
+    return steps["num_taken"], steps["num_skipped"]
+
+
 @pytest.mark.parametrize("kind", [Controller, AdaptdlPlanner])
 def test_gradients_that_are_not_finite_are_counted_and_spoil_nothing(
     kind: type[Controller] | type[AdaptdlPlanner],
 ) -> None:
-    planner = kind(Job(num_ranks=2, batch_size=32))
-    planner.observe(overflowing(measure(PAIR, [planner.plan(0)] * 5, RNG(0), sqnorms=(1.0, 100.0))))
-    assert (planner.noise.num_steps, planner.noise.num_skipped) == (3, 2)
-    assert planner.noise.noise_scale == pytest.approx(100.0)
+    job = Job(num_ranks=2, batch_size=32)
+    training = Training(kind(job), job, RNG(0))
+    noise = training.show(overflowing(measure(PAIR, [(16, 16)] * 5, RNG(0), sqnorms=(1.0, 100.0)))).noise
+    assert counts(training) == (3, 2)
+    assert noise is not None
+    assert noise.noise_scale == pytest.approx(100.0)
 
 
 @pytest.mark.parametrize("kind", [Controller, AdaptdlPlanner])
 def test_a_negative_norm_is_no_norm(kind: type[Controller] | type[AdaptdlPlanner]) -> None:
-    planner = kind(Job(num_ranks=2, batch_size=32))
-    window = measure(PAIR, [planner.plan(0)] * 5, RNG(0), sqnorms=(1.0, 100.0))
+    job = Job(num_ranks=2, batch_size=32)
+    training = Training(kind(job), job, RNG(0))
+    window = measure(PAIR, [(16, 16)] * 5, RNG(0), sqnorms=(1.0, 100.0))
     window.local_sqnorm[2, 1] = -1.0
-    planner.observe(window)
-    assert (planner.noise.num_steps, planner.noise.num_skipped) == (4, 1)
+    training.show(window)
+    assert counts(training) == (4, 1)
 
 
 def test_a_window_counts_its_steps_that_are_not_finite_without_any_planner() -> None:
-    window = measure(PAIR, [make_plan(0, (16, 16), phase="even", reason="")] * 5, RNG(0), sqnorms=(1.0, 100.0))
+    window = measure(PAIR, [(16, 16)] * 5, RNG(0), sqnorms=(1.0, 100.0))
     assert window.num_nonfinite == 0
     assert overflowing(window).num_nonfinite == 2
     assert overflowing(window).overflowed.tolist() == [False, True, False, True, False]
@@ -149,8 +157,8 @@ def test_a_window_counts_its_steps_that_are_not_finite_without_any_planner() -> 
 
 
 def test_one_ranks_overflow_is_counted_and_breaks_the_chain() -> None:
-    window = alone(make_plan(0, (16,), phase="even", reason=""), 6, 100.0)
+    window = alone((16,), 6, 100.0)
     window.local_sqnorm[2, 0] = np.inf
     tracker = NoiseTracker(initial_batch=16)
-    observe_noise(tracker, window)
+    tracker.observe(window)
     assert (tracker.num_steps, tracker.num_skipped) == (3, 1)

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from benchmarks.synthetic import Training, measure
-from cannikin.core.adaptdl import fit_replicas, replica_times
-from cannikin.core.controller import Controller
-from cannikin.core.paper import PaperPlanner
 from cannikin.core.perf import Cluster, Curve, step_time
-from cannikin.core.planners import POLICIES, make_planner
-from cannikin.core.plans import even_batches, inverse_batches
-from cannikin.core.records import Job
+from cannikin.core.policies import POLICIES, make_planner
+from cannikin.core.policies.adaptdl import fit_replicas, replica_times
+from cannikin.core.policies.cannikin import Controller
+from cannikin.core.policies.paper import PaperPlanner
+from cannikin.core.policies.plans import even_batches, inverse_batches
 from cannikin.core.split import optimal_split
+from cannikin.core.values import Job
 from cannikin.errors import InvalidInputError, StateError
 
 CLUSTER = Cluster.two_point(
@@ -28,10 +28,15 @@ CLUSTER = Cluster.two_point(
 )
 
 
+def started(policy: str, job: Job, seed: int, *, delay: int = 0) -> Training:
+    """The training of a new planner of that name."""
+    return Training(make_planner(policy, job), job, np.random.default_rng(seed), delay=delay)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_plans_within_the_job_and_says_why(policy: str) -> None:
     job = Job(num_ranks=3, batch_size=96, max_batch_size=768, num_samples=96 * 20, max_local=400)
-    training = Training(make_planner(policy, job), np.random.default_rng(0))
+    training = started(policy, job, 0)
     training.run(CLUSTER, 150, sqnorms=(1.0, 400.0))
     for plan in training.plans:
         assert len(plan.local_batches) == 3
@@ -47,33 +52,34 @@ def test_every_policy_plans_within_the_job_and_says_why(policy: str) -> None:
 def test_every_policy_goes_on_from_its_saved_state(policy: str) -> None:
     job = Job(num_ranks=3, batch_size=96, max_batch_size=768, num_samples=96 * 20)
     first = make_planner(policy, job)
-    training = Training(first, np.random.default_rng(1))
-    training.run(CLUSTER, 90, sqnorms=(1.0, 400.0))
+    plan = Training(first, job, np.random.default_rng(1)).run(CLUSTER, 90, sqnorms=(1.0, 400.0))
     second = make_planner(policy, job)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.decide(None, job, 90) == first.decide(None, job, 90)
     rng = np.random.default_rng(2)
-    for k in range(8):
-        plan = first.plan(100 + 10 * k)
-        assert second.plan(100 + 10 * k) == plan
-        window = measure(CLUSTER, [plan] * 10, rng, sqnorms=(1.0, 400.0))
-        first.observe(window)
-        second.observe(window)
+    for step in range(90, 170, 10):
+        window = measure(CLUSTER, [plan.local_batches] * 10, rng, first_step=step, sqnorms=(1.0, 400.0))
+        decision = first.decide(window, job, step + 10)
+        assert second.decide(window, job, step + 10) == decision
+        plan = decision.plan
 
 
 @pytest.mark.parametrize("policy", ["cannikin", "adaptdl", "paper"])
 def test_a_plan_that_compared_total_batches_says_which_and_what_they_give(policy: str) -> None:
     job = Job(num_ranks=3, batch_size=96, max_batch_size=768, num_samples=96 * 100)
-    planner = make_planner(policy, job)
-    rng, plan, choices = np.random.default_rng(8), planner.plan(0), []
+    training, choices = started(policy, job, 8), []
     for k in range(40):
-        before = plan.total_batch
-        planner.observe(measure(CLUSTER, [plan] * 10, rng, first_step=10 * k, sqnorms=(1.0, 400.0)))
-        plan = planner.plan(10 * k + 10)
-        choices.append(planner.choice)
-        if planner.choice is None:
+        now = training.plans[-1]
+        before = now.total_batch
+        decision = training.show(
+            measure(CLUSTER, [now.local_batches] * 10, training.rng, first_step=10 * k, sqnorms=(1.0, 400.0))
+        )
+        plan = decision.plan
+        choices.append(decision.choice)
+        if decision.choice is None:
             assert abs(plan.total_batch - before) <= 1, "but for the paper's rounding"
             continue
-        totals, goodputs = planner.choice.totals, planner.choice.goodputs
+        totals, goodputs = decision.choice.totals, decision.choice.goodputs
         assert len(totals) == len(goodputs) <= 51
         best = totals[int(np.argmax(goodputs))]
         assert any(abs(plan.total_batch - total) <= 1 for total in (before, best))
@@ -85,29 +91,26 @@ def test_a_plan_that_compared_total_batches_says_which_and_what_they_give(policy
 
 @pytest.mark.parametrize("policy", ["cannikin", "adaptdl", "paper"])
 def test_where_the_total_is_fixed_nothing_is_compared(policy: str) -> None:
-    planner = make_planner(policy, Job(num_ranks=3, batch_size=96, num_samples=96 * 20))
-    training = Training(planner, np.random.default_rng(9))
-    for _ in range(10):
-        training.run(CLUSTER, 10, sqnorms=(1.0, 400.0))
-        assert planner.choice is None
+    training = started(policy, Job(num_ranks=3, batch_size=96, num_samples=96 * 20), 9)
+    training.run(CLUSTER, 100, sqnorms=(1.0, 400.0))
+    assert {decision.choice for decision in training.decisions} == {None}
 
 
 def test_even_never_changes() -> None:
-    planner = make_planner("even", Job(num_ranks=3, batch_size=98))
-    training = Training(planner, np.random.default_rng(3))
+    training = started("even", Job(num_ranks=3, batch_size=98), 3)
     training.run(CLUSTER, 50)
     assert {plan.local_batches for plan in training.plans} == {(33, 33, 32)}
 
 
 def test_lb_bsp_moves_five_samples_a_window_from_the_slowest_rank_to_the_fastest() -> None:
-    training = Training(make_planner("lb-bsp", Job(num_ranks=3, batch_size=192)), np.random.default_rng(4))
+    training = started("lb-bsp", Job(num_ranks=3, batch_size=192), 4)
     training.run(CLUSTER, 15, noise=0.0, outliers=0.0)
     batches = [plan.local_batches for plan in training.plans]
     assert batches[:3] == [(64, 64, 64), (69, 64, 59), (74, 64, 54)]
 
 
 def test_lb_bsp_stops_when_a_move_no_longer_helps() -> None:
-    training = Training(make_planner("lb-bsp", Job(num_ranks=3, batch_size=192)), np.random.default_rng(5))
+    training = started("lb-bsp", Job(num_ranks=3, batch_size=192), 5)
     plan = training.run(CLUSTER, 400, noise=0.0, outliers=0.0)
     assert training.plans[-20].local_batches == plan.local_batches
     compute = CLUSTER.forward.at(plan.local_batches) + CLUSTER.backward.at(plan.local_batches)
@@ -115,7 +118,7 @@ def test_lb_bsp_stops_when_a_move_no_longer_helps() -> None:
 
 
 def test_lb_bsp_waits_until_its_last_move_is_in_force() -> None:
-    training = Training(make_planner("lb-bsp", Job(num_ranks=3, batch_size=192)), np.random.default_rng(6), delay=9)
+    training = started("lb-bsp", Job(num_ranks=3, batch_size=192), 6, delay=9)
     training.run(CLUSTER, 40, noise=0.0, outliers=0.0)
     moved = {plan.local_batches for plan in training.plans}
     assert len(moved) == 1 + 8 // 2  # a move every second of eight windows
@@ -123,7 +126,7 @@ def test_lb_bsp_waits_until_its_last_move_is_in_force() -> None:
 
 def test_adaptdl_splits_evenly_and_chooses_its_total_once_an_epoch() -> None:
     job = Job(num_ranks=3, batch_size=96, max_batch_size=960, num_samples=96 * 40)
-    training = Training(make_planner("adaptdl", job), np.random.default_rng(7))
+    training = started("adaptdl", job, 7)
     training.run(CLUSTER, 35, sqnorms=(1.0, 1e5))
     assert {plan.total_batch for plan in training.plans} == {96}
     training.run(CLUSTER, 100, sqnorms=(1.0, 1e5))
@@ -133,7 +136,7 @@ def test_adaptdl_splits_evenly_and_chooses_its_total_once_an_epoch() -> None:
 
 def test_adaptdls_first_choice_counts_however_small_its_gain_and_later_ones_only_above_five_per_cent() -> None:
     job = Job(num_ranks=3, batch_size=96, max_batch_size=960, num_samples=96 * 20)
-    training = Training(make_planner("adaptdl", job), np.random.default_rng(7))
+    training = started("adaptdl", job, 7)
     quiet = {"noise": 0.0, "outliers": 0.0}
     first = training.run(CLUSTER, 20, sqnorms=(1.0, 70.0), **quiet)
     assert first.total_batch > 96
@@ -159,9 +162,9 @@ def test_adaptdl_with_one_batch_seen_takes_half_the_compute_time_as_fixed() -> N
 
 def test_the_paper_learns_for_two_epochs_and_reaches_optperf_in_the_third() -> None:
     job = Job(num_ranks=3, batch_size=192, num_samples=192 * 20)
-    training = Training(PaperPlanner(job), np.random.default_rng(8))
+    training = started("paper", job, 8)
     training.run(CLUSTER, 70, noise=0.0, outliers=0.0)
-    phases = [plan.phase for plan in training.plans]
+    phases = training.phases
     assert phases.index("inverse") < phases.index("optperf")
     steps_in_even = sum(5 if k < 8 else 10 for k, phase in enumerate(phases) if phase == "even")
     assert steps_in_even >= 20
@@ -181,7 +184,7 @@ def test_the_paper_never_hands_out_negative_batches() -> None:
         overlapped_s=0.003,
         last_s=0.001,
     )
-    training = Training(PaperPlanner(Job(num_ranks=3, batch_size=64, num_samples=640)), np.random.default_rng(9))
+    training = started("paper", Job(num_ranks=3, batch_size=64, num_samples=640), 9)
     plan = training.run(cluster, 60, noise=0.0, outliers=0.0)
     assert "rank1 would get -155.96 samples" in plan.reason
     assert min(plan.local_batches) >= 1
@@ -190,12 +193,10 @@ def test_the_paper_never_hands_out_negative_batches() -> None:
 
 def test_the_papers_gamma_is_the_mean_over_the_whole_run() -> None:
     def predicted_s(gammas: list[float]) -> float:
-        training = Training(
-            PaperPlanner(Job(num_ranks=3, batch_size=192, num_samples=192 * 20)), np.random.default_rng(3)
-        )
+        training = started("paper", Job(num_ranks=3, batch_size=192, num_samples=192 * 20), 3)
         for gamma in gammas:
             plan = training.run(replace(comm_bound, gammas=np.tile([gamma, 1.0], (3, 1))), 20, noise=0.01, outliers=0.0)
-        assert plan.phase == "optperf"
+        assert training.decision.phase == "optperf"
         assert plan.predicted_step_s is not None
         return plan.predicted_step_s
 
@@ -211,15 +212,15 @@ def test_the_paper_goes_on_where_ranks_times_do_not_depend_on_their_batch(seed: 
     flat = Curve(fixed_s=[0.02, 0.03, 0.05], per_sample_s=[1e-9] * 3)
     cluster = Cluster.two_point(forward=flat, backward=flat, gamma=0.15, overlapped_s=0.003, last_s=0.001)
     job = Job(num_ranks=3, batch_size=30, max_batch_size=300, num_samples=300)
-    training = Training(PaperPlanner(job), np.random.default_rng(seed))
+    training = started("paper", job, seed)
     plan = training.run(cluster, 100, noise=0.03, outliers=0.0, sqnorms=(1.0, 1e4))
-    assert plan.phase == "optperf"
+    assert training.decision.phase == "optperf"
     assert plan.total_batch > 30
 
 
 def test_the_papers_overlap_ratio_may_be_a_plain_mean_instead() -> None:
     job = Job(num_ranks=3, batch_size=30)
-    assert PaperPlanner(job, pooling="mean").plan(0) == PaperPlanner(job).plan(0)
+    assert PaperPlanner(job, pooling="mean").decide(None, job, 0) == PaperPlanner(job).decide(None, job, 0)
     with pytest.raises(InvalidInputError, match="pooling='median' is unknown: choose inverse-variance or mean"):
         PaperPlanner(job, pooling="median")
 
@@ -241,7 +242,7 @@ def test_an_unknown_policy_lists_the_known_ones() -> None:
 
 
 def test_underscores_in_a_policys_name_are_forgiven() -> None:
-    assert make_planner("lb_bsp", Job(num_ranks=2, batch_size=8)).plan(0).phase == "lb-bsp"
+    assert started("lb_bsp", Job(num_ranks=2, batch_size=8), 0).phases == ["lb-bsp"]
 
 
 @pytest.mark.parametrize("policy", ["lb-bsp", "adaptdl", "paper"])
@@ -272,15 +273,13 @@ def test_the_controller_is_the_policy_of_our_name() -> None:
 
 
 def test_the_paper_goes_through_its_phases_where_epochs_are_shorter_than_windows() -> None:
-    planner = make_planner("paper", Job(num_ranks=3, batch_size=96, num_samples=192))
-    training = Training(planner, np.random.default_rng(0))
+    training = started("paper", Job(num_ranks=3, batch_size=96, num_samples=192), 0)
     training.run(CLUSTER, 100)
-    assert {"even", "inverse", "optperf"} <= {plan.phase for plan in training.plans}
+    assert {"even", "inverse", "optperf"} <= set(training.phases)
 
 
 def test_the_papers_rounding_never_carries_the_total_beyond_its_limit() -> None:
-    planner = make_planner("paper", Job(num_ranks=3, batch_size=96, max_batch_size=97, num_samples=960))
-    training = Training(planner, np.random.default_rng(1))
+    training = started("paper", Job(num_ranks=3, batch_size=96, max_batch_size=97, num_samples=960), 1)
     training.run(CLUSTER, 600, sqnorms=(1.0, 1e6))
     assert max(plan.total_batch for plan in training.plans) <= 99
 
@@ -293,3 +292,26 @@ def test_a_job_may_have_thousands_of_unbounded_ranks() -> None:
 def test_an_empty_state_is_refused(policy: str) -> None:
     with pytest.raises(StateError):
         make_planner(policy, Job(num_ranks=2, batch_size=8)).load_state_dict({})
+
+
+@pytest.mark.parametrize("policy", ["cannikin", "adaptdl", "paper"])
+def test_where_the_total_batch_grows_the_decision_says_what_a_step_is_worth(policy: str) -> None:
+    job = Job(num_ranks=3, batch_size=96, max_batch_size=768, num_samples=96 * 20)
+    training = started(policy, job, 3)
+    assert training.decision.noise is None
+    assert training.schedule.gain_at(0) == 1.0
+    training.run(CLUSTER, 300, sqnorms=(1.0, 1e6))
+    total, noise = training.schedule.plan_at(training.step).total_batch, training.decision.noise
+    assert total > 96
+    assert noise is not None
+    assert noise.noise_scale == pytest.approx(1e6, rel=0.05)
+    assert 1 < training.schedule.gain_at(training.step) <= total / 96
+    assert training.schedule.gain_at(training.step) == pytest.approx(total / 96, rel=0.01), "noise drowns the signal"
+
+
+@pytest.mark.parametrize("policy", ["even", "lb-bsp"])
+def test_a_policy_that_measures_no_noise_says_so(policy: str) -> None:
+    training = started(policy, Job(num_ranks=3, batch_size=96), 4)
+    training.run(CLUSTER, 60, sqnorms=(1.0, 1e6))
+    assert {decision.noise for decision in training.decisions} == {None}
+    assert training.schedule.gain_at(training.step) == 1.0

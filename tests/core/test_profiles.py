@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from benchmarks.synthetic import Training, random_cluster, slowed
-from cannikin.core.controller import Controller
 from cannikin.core.perf import Cluster, Curve, step_time
-from cannikin.core.records import Job
+from cannikin.core.planner import DevicePlanner
+from cannikin.core.policies.cannikin import Controller
 from cannikin.core.split import optimal_split
+from cannikin.core.values import Job
 from cannikin.errors import InvalidInputError, StateError
 
 Profiles = list[dict[str, Any] | None]
@@ -42,10 +43,11 @@ def exact_profiles(cluster: Cluster, total_batch: int, *, shared: bool = True) -
     ]
 
 
-def started(cluster: Cluster, total_batch: int, profiles: Profiles) -> Controller:
-    controller = Controller(Job(num_ranks=cluster.num_ranks, batch_size=total_batch))
+def started(cluster: Cluster, total_batch: int, profiles: Profiles, rng: np.random.Generator | int = 0) -> Training:
+    job = Job(num_ranks=cluster.num_ranks, batch_size=total_batch)
+    controller = Controller(job)
     controller.start_from(json.loads(json.dumps(profiles)))
-    return controller
+    return Training(controller, job, np.random.default_rng(rng))
 
 
 def excess(cluster: Cluster, local_batches: tuple[int, ...]) -> float:
@@ -70,10 +72,11 @@ TRIO = cluster_of([1.0, 0.5, 0.25])
 def test_with_right_profiles_the_first_plan_is_within_three_per_cent_of_the_best() -> None:
     for seed in range(40):
         cluster, total_batch = random_cluster(np.random.default_rng(seed))
-        plan = started(cluster, total_batch, exact_profiles(cluster, total_batch)).plan(0)
+        decision = started(cluster, total_batch, exact_profiles(cluster, total_batch)).decision
+        plan = decision.plan
         assert excess(cluster, plan.local_batches) < 0.03, f"seed {seed}: {plan.reason}"
-        if plan.phase != "even":
-            assert plan.phase == "optperf"
+        if decision.phase != "even":
+            assert decision.phase == "optperf"
             assert f"from stored profiles of all {cluster.num_ranks} ranks" in plan.reason
 
 
@@ -82,9 +85,10 @@ def test_what_a_noisy_run_stores_lets_the_next_one_begin_where_it_ended() -> Non
     for seed in range(40):
         rng = np.random.default_rng(seed)
         cluster, total_batch = random_cluster(rng)
-        first = Controller(Job(num_ranks=cluster.num_ranks, batch_size=total_batch))
-        Training(first, rng).run(cluster, 60)
-        plan = started(cluster, total_batch, first.profiles()).plan(0)
+        job = Job(num_ranks=cluster.num_ranks, batch_size=total_batch)
+        first = Controller(job)
+        Training(first, job, rng).run(cluster, 60)
+        plan = started(cluster, total_batch, first.profiles()).decision.plan
         values.append(excess(cluster, plan.local_batches))
     assert (np.array(values) <= 0.05).sum() >= 38
     assert (np.array(values) <= 0.03).sum() >= 36
@@ -96,22 +100,22 @@ def test_profiles_that_are_wrong_about_a_rank_are_overcome_within_thirty_steps()
         rng = np.random.default_rng(seed)
         stored, total_batch = random_cluster(rng)
         cluster = slowed(stored, int(rng.integers(stored.num_ranks)), 2.0)
-        training = Training(started(stored, total_batch, exact_profiles(stored, total_batch)), rng)
+        training = started(stored, total_batch, exact_profiles(stored, total_batch), rng)
         values.append(excess(cluster, training.run(cluster, 30).local_batches))
     assert (np.array(values) <= 0.05).sum() >= 38
     assert (np.array(values) <= 0.03).sum() >= 36
 
 
 def test_a_rank_that_has_slowed_down_since_its_profile_was_stored_is_found_out_in_the_first_window() -> None:
-    controller = started(TRIO, 192, exact_profiles(TRIO, 192))
-    Training(controller, np.random.default_rng(2)).run(slowed(TRIO, 1, 2.0), 5, noise=0.03, outliers=0.0)
-    ((_, rank, factor),) = controller.learner.changes
-    assert rank == 1
-    assert factor == pytest.approx(2.0, rel=0.1)
+    training = started(TRIO, 192, exact_profiles(TRIO, 192), 2)
+    training.run(slowed(TRIO, 1, 2.0), 5, noise=0.03, outliers=0.0)
+    (change,) = training.changes
+    assert change.rank == 1
+    assert change.factor == pytest.approx(2.0, rel=0.1)
 
 
 def test_without_communication_times_the_first_plan_balances_the_computation() -> None:
-    plan = started(TRIO, 192, exact_profiles(TRIO, 192, shared=False)).plan(0)
+    plan = started(TRIO, 192, exact_profiles(TRIO, 192, shared=False)).decision.plan
     compute_s = TRIO.forward.at(plan.local_batches) + TRIO.backward.at(plan.local_batches)
     assert compute_s.max() / compute_s.min() < 1.05
     assert plan.predicted_step_s == pytest.approx(compute_s.max(), rel=0.02)
@@ -128,39 +132,40 @@ def test_communication_times_are_used_only_where_ranks_and_buckets_agree(change:
         first["shared"] |= {"gammas": [1.0], "tails_s": [0.1]}
     else:
         first["shared"] = None
-    without = started(TRIO, 192, exact_profiles(TRIO, 192, shared=False)).plan(0)
-    assert started(TRIO, 192, profiles).plan(0) == without
-    assert started(TRIO, 192, exact_profiles(TRIO, 192)).plan(0).predicted_step_s != without.predicted_step_s
+    without = started(TRIO, 192, exact_profiles(TRIO, 192, shared=False)).decision.plan
+    assert started(TRIO, 192, profiles).decision.plan == without
+    assert started(TRIO, 192, exact_profiles(TRIO, 192)).decision.plan.predicted_step_s != without.predicted_step_s
 
 
 def test_where_a_rank_is_unknown_the_plan_stays_even_until_it_has_been_measured() -> None:
     profiles = exact_profiles(TRIO, 192)
     profiles[1] = None
-    controller = started(TRIO, 192, profiles)
-    plan = controller.plan(0)
+    training = started(TRIO, 192, profiles)
+    plan = training.decision.plan
     assert plan.local_batches == (64, 64, 64)
     assert "no stored profile of rank 1" in plan.reason
-    training = Training(controller, np.random.default_rng(0))
-    assert training.run(TRIO, 5, noise=0.02).phase == "optperf", "the known ranks need no second batch size"
+    training.run(TRIO, 5, noise=0.02)
+    assert training.decision.phase == "optperf", "the known ranks need no second batch size"
     assert excess(TRIO, training.run(TRIO, 15, noise=0.02).local_batches) < 0.03
 
 
 def test_equal_ranks_start_even() -> None:
     equal = cluster_of([1.0, 1.0, 1.0])
-    plan = started(equal, 192, exact_profiles(equal, 192)).plan(0)
-    assert (plan.phase, plan.local_batches) == ("even", (64, 64, 64))
+    decision = started(equal, 192, exact_profiles(equal, 192)).decision
+    assert (decision.phase, decision.plan.local_batches) == ("even", (64, 64, 64))
 
 
 def test_profiles_that_end_far_below_the_batch_are_not_trusted_beyond_twice_theirs() -> None:
-    plan = started(TRIO, 9600, exact_profiles(TRIO, 192)).plan(0)
+    plan = started(TRIO, 9600, exact_profiles(TRIO, 192)).decision.plan
     assert plan.local_batches == (3200, 3200, 3200)
     assert "stored profiles" in plan.reason
 
 
 def test_a_profile_says_what_was_measured_and_goes_through_json() -> None:
-    controller = Controller(Job(num_ranks=3, batch_size=192))
+    job = Job(num_ranks=3, batch_size=192)
+    controller = Controller(job)
     assert controller.profiles() == [None, None, None]
-    Training(controller, np.random.default_rng(0)).run(TRIO, 40, noise=0.0, outliers=0.0)
+    Training(controller, job, np.random.default_rng(0)).run(TRIO, 40, noise=0.0, outliers=0.0)
     for rank, profile in enumerate(json.loads(json.dumps(controller.profiles(), allow_nan=False))):
         for batch, forward_s in zip(profile["batches"], profile["forward_s"], strict=True):
             assert forward_s == pytest.approx(TRIO.forward.at([batch] * 3)[rank], rel=0.02)
@@ -170,8 +175,9 @@ def test_a_profile_says_what_was_measured_and_goes_through_json() -> None:
 
 
 def test_a_stored_profile_weighs_no_more_than_a_few_steps() -> None:
-    controller = started(TRIO, 192, exact_profiles(TRIO, 192))
-    for profile in controller.profiles():
+    planner = started(TRIO, 192, exact_profiles(TRIO, 192)).planner
+    assert isinstance(planner, DevicePlanner)
+    for profile in planner.profiles():
         assert profile is not None
         assert sum(profile["steps"]) < 10
 
@@ -212,7 +218,8 @@ def test_what_is_no_profile_at_all_is_refused() -> None:
 
 
 def test_profiles_come_before_the_first_window() -> None:
-    controller = Controller(Job(num_ranks=3, batch_size=192))
-    Training(controller, np.random.default_rng(0)).run(TRIO, 5)
+    job = Job(num_ranks=3, batch_size=192)
+    controller = Controller(job)
+    Training(controller, job, np.random.default_rng(0)).run(TRIO, 5)
     with pytest.raises(InvalidInputError, match="too late"):
         controller.start_from(exact_profiles(TRIO, 192))

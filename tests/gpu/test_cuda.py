@@ -244,12 +244,14 @@ def memory_of_one(rank: int, world_size: int) -> dict[str, Any]:
 
     for size in (256, 256, 256, 512, 1024, 2048, 4096):
         step(size)
-    cap = model.engine._memory.max_batch
+    cap = model.engine.max_local_batch
     step(int(0.97 * cap))
     try:
         step(2 * cap)
     except torch.OutOfMemoryError as error:
-        model.engine.explain(error)  # backward raises outside of our code; uncaught, the hook of last resort says it
+        model.engine.loop.explain(
+            error
+        )  # backward raises outside of our code; uncaught, the hook of last resort says it
         return {"cap": cap, "notes": list(getattr(error, "__notes__", ()))}
     return {"cap": cap, "notes": []}
 

@@ -10,7 +10,7 @@ from training_cases import Numbered, make_model, one_epoch
 
 import cannikin
 from cannikin.live.view import LiveView
-from cannikin.runtime.data import HeteroDataLoader
+from cannikin.runtime.loader import HeteroDataLoader
 
 FORWARD_S = (1e-3, 4e-3)  # of each rank, for a sample
 

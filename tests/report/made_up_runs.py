@@ -86,7 +86,6 @@ def plan(step: int, local_batches: tuple[int, ...] = (24, 16, 8), **more: Any) -
         "first_step": step + 4,
         "total_batch": total,
         "local_batches": local_batches,
-        "micro_batches": (1,) * len(local_batches),
         "predicted_step_ms": 31.0,
         "phase": "optperf",
         "reason": "made up",

@@ -76,7 +76,6 @@ PLAN = PlanRecord(
     first_step=14,
     total_batch=64,
     local_batches=(44, 20),
-    micro_batches=(1, 1),
     predicted_step_ms=38.5,
     phase="optperf",
     reason="rank 1 is slow",

@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 
 from cannikin.core.goodput import choose_total
-from cannikin.core.noise_tracker import NoiseTracker
-from cannikin.core.records import NO_MAX, Job, Plan, StepWindow
+from cannikin.core.planner import Decision, Noise, SpeedChange
+from cannikin.core.values import NO_MAX, Job, Plan, StepWindow
 from cannikin.errors import InvalidInputError
 from cannikin.runlog import (
     Header,
     JobInfo,
     PlanRecord,
     RunLogWriter,
+    WindowRecord,
+    decision_records,
     job_info,
     noise_record,
     plan_record,
@@ -126,16 +128,40 @@ def test_a_replayed_window_is_the_timelines_step(tmp_path, seed):
 
 
 def test_plans_jobs_and_noise_become_records():
-    batches = {"total_batch": 64, "local_batches": (44, 20), "micro_batches": (1, 1)}
-    known = Plan(first_step=14, **batches, predicted_step_s=0.0385, phase="x", reason="y")
+    batches = {"total_batch": 64, "local_batches": (44, 20)}
+    plan = Plan(first_step=14, **batches, predicted_step_s=0.0385, reason="y")
+    known = Decision(plan=plan, phase="x")
     record = PlanRecord(step=11, first_step=14, **batches, predicted_step_ms=38.5, phase="x", reason="y")
     assert plan_record(known, 11) == record
-    assert plan_record(dataclasses.replace(known, predicted_step_s=None), 11).predicted_step_ms is None
+    unknown = dataclasses.replace(known, plan=dataclasses.replace(plan, predicted_step_s=None))
+    assert plan_record(unknown, 11).predicted_step_ms is None
     choice = choose_total(np.array([64, 128, 256]), np.array([0.1, 0.15, np.inf]), np.ones(3), 64)
-    compared = plan_record(known, 11, choice=choice)
+    compared = plan_record(dataclasses.replace(known, choice=choice), 11)
     assert (compared.candidate_totals, compared.candidate_goodputs) == ((64, 128, 256), (640.0, 853.3333, None))
     job = Job(num_ranks=2, batch_size=64, max_batch_size=512, max_local=(NO_MAX, 48), num_samples=50_000)
     assert job_info(job) == JobInfo(
         batch_size=64, max_batch_size=512, min_local=(1, 1), max_local=(None, 48), num_samples=50_000
     )
-    assert noise_record(NoiseTracker(initial_batch=8)).high is None
+    assert noise_record(Noise(signal_sqnorm=np.nan, noise_trace=np.nan)).high is None
+
+
+def test_a_decision_becomes_its_window_what_happened_in_it_and_its_plan():
+    window = random_window(0)
+    window.global_sqnorm[[2, 4]] = np.inf
+    plan = Plan(first_step=21, total_batch=64, local_batches=(30, 20, 14))
+    changes = (SpeedChange(step=13, rank=2, factor=1.51), SpeedChange(step=15, rank=0, factor=0.5))
+    noise = Noise(signal_sqnorm=0.5, noise_trace=20.0, limits=(10.0, 90.0), flags=("biased",))
+    decision = Decision(plan=plan, noise=noise, changes=changes, phase="x")
+    first, lost, *changed, last = decision_records(window, decision, num_lost_before=3, elapsed_ms=9.0, progress=2.5)
+    assert first == window_record(window, noise=noise_record(noise), num_skipped=2, elapsed_ms=9.0, progress=2.5)
+    assert (first.noise.noise_scale, first.noise.low, first.noise.flags) == (40.0, 10.0, ("biased",))
+    assert (lost.step, lost.kind, lost.data) == (17, "nonfinite", {"count": 2})
+    assert lost.text == "2 steps had a gradient that was not finite, 5 so far"
+    assert [(event.step, event.kind, event.data) for event in changed] == [
+        (13, "changed_speed", {"rank": 2, "factor": 1.51}),
+        (15, "changed_speed", {"rank": 0, "factor": 0.5}),
+    ]
+    assert last == plan_record(decision, 17, elapsed_ms=9.0)
+    quiet = list(decision_records(random_window(1), Decision(plan=plan), num_lost_before=3, elapsed_ms=9.0))
+    assert [type(record) for record in quiet] == [WindowRecord, PlanRecord]
+    assert quiet[0].noise is None

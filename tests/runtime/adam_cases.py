@@ -12,8 +12,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from training_cases import NoiseFound, Script, ScriptedController, ScriptedPlanner, digits, digits_net, fail_on_warnings
 
-from cannikin.core.records import Job, StepWindow
-from cannikin.runtime.data import HeteroDataLoader
+from cannikin.core.planner import Decision
+from cannikin.core.values import Job, StepWindow
+from cannikin.runtime.loader import HeteroDataLoader
 from cannikin.runtime.parallel import HeteroDataParallel
 
 BETA = 0.95
@@ -28,10 +29,11 @@ class KeepingPlanner(ScriptedPlanner):
         self.local_sqnorms: list[list[float]] = []
         self.global_sqnorms: list[float] = []
 
-    def observe(self, window: StepWindow) -> None:
-        super().observe(window)
-        self.local_sqnorms += window.local_sqnorm.tolist()
-        self.global_sqnorms += window.global_sqnorm.tolist()
+    def decide(self, window: StepWindow | None, job: Job, step: int) -> Decision:
+        if window is not None:
+            self.local_sqnorms += window.local_sqnorm.tolist()
+            self.global_sqnorms += window.global_sqnorm.tolist()
+        return super().decide(window, job, step)
 
 
 class ConvNet(nn.Module):
@@ -141,9 +143,10 @@ def measure_adam_noise(rank: int, seed: int, script: Script, num_epochs: int) ->
             nn.functional.cross_entropy(model(inputs), targets).backward()
             optimizer.step()
             splits.add(model.plan.local_batches)
-    noise = model.engine.coordinator.planner.noise
+    noise = model.engine.coordinator.schedule.decision.noise
     if rank != 0:
         return None
+    assert noise is not None
     found = NoiseFound(noise_scale=noise.noise_scale, limits=noise.limits, splits=splits, num_steps=noise.num_steps)
     return AdamNoise(found=found, true=true_adam_noise(net, optimizer))
 

@@ -13,9 +13,10 @@ from told import Warned, collecting_warnings
 from torch import nn
 from training_cases import Numbered, Script, ScriptedPlanner, Step, make_model, one_epoch, take_step, workers
 
-from cannikin.core.plans import make_plan
-from cannikin.core.records import Plan, StepWindow
-from cannikin.runtime.data import HeteroDataLoader
+from cannikin.core.planner import Decision
+from cannikin.core.policies.plans import make_plan
+from cannikin.core.values import Job, StepWindow
+from cannikin.runtime.loader import HeteroDataLoader
 
 SCRIPT = [(3, 3), (4, 2), (2, 4), (5, 1), (1, 5), (2, 6), (6, 3)]
 NUM_STEPS = 56  # windows end before steps 5, 10, ..., 40, 50
@@ -65,11 +66,12 @@ class HeldPlanner(ScriptedPlanner):
         self.was_let_go: list[bool] = []
         self.threads: set[str] = set()
 
-    def observe(self, window: StepWindow) -> None:
-        self.threads.add(threading.current_thread().name)
-        self.was_let_go.append(self.let_go.wait(timeout=10))
-        time.sleep(0.1)
-        super().observe(window)
+    def decide(self, window: StepWindow | None, job: Job, step: int) -> Decision:
+        if window is not None:
+            self.threads.add(threading.current_thread().name)
+            self.was_let_go.append(self.let_go.wait(timeout=10))
+            time.sleep(0.1)
+        return super().decide(window, job, step)
 
 
 def planner_that_is_held(rank: int) -> tuple[list[bool], list[str], int]:
@@ -95,11 +97,11 @@ class WrongPlanner(ScriptedPlanner):
         self.wrong = wrong
         self.after = after
 
-    def plan(self, step: int) -> Plan:
-        good = super().plan(step)
+    def decide(self, window: StepWindow | None, job: Job, step: int) -> Decision:
+        good = super().decide(window, job, step)
         if self.num_windows < self.after:
             return good
-        return self.wrong if self.wrong is None else make_plan(step, self.wrong, phase="other", reason="wrong")
+        return self.wrong if self.wrong is None else replace(good, plan=make_plan(step, self.wrong, reason="wrong"))
 
 
 def train_with(planner: ScriptedPlanner) -> tuple[list[Step], list[Warned], str]:
@@ -108,7 +110,7 @@ def train_with(planner: ScriptedPlanner) -> tuple[list[Step], list[Warned], str]
     loader = HeteroDataLoader(Numbered(180), model=model, batch_size=6)
     with collecting_warnings() as warned:
         steps = one_epoch(model, optimizer, loader)
-        last = model.engine.coordinator.decision.plan
+        last = model.engine.coordinator.schedule.decision.plan
     return steps, warned, last.reason
 
 
@@ -132,15 +134,21 @@ def first_plan_with_an_empty_batch(rank: int) -> Any:
     return train_with(WrongPlanner((6, 0), after=0))
 
 
-class ShortPlanner(ScriptedPlanner):
-    """Its plans lack what a rank's accumulation is."""
+class GrowingPlanner(ScriptedPlanner):
+    """Lets the total batch grow, and says nothing of the gradient noise."""
 
-    def plan(self, step: int) -> Plan:
-        return replace(super().plan(step), micro_batches=() if self.num_windows else (1, 1))
+    noise = None
 
 
-def plans_without_micro_batches(rank: int) -> Any:
-    return train_with(ShortPlanner(SCRIPT))
+def grown_without_a_noise_estimate(rank: int) -> list[Warned]:
+    """What is warned of in three growing windows; the gain stays 1."""
+    model, optimizer = make_model(policy=GrowingPlanner([(3, 3), (4, 4), (6, 6), (8, 8)]))
+    loader = HeteroDataLoader(Numbered(300), model=model, batch_size=6, max_batch_size=16)
+    with collecting_warnings() as warned:
+        one_epoch(model, optimizer, loader)
+        assert model.plan.total_batch > 6
+        assert model.gain == 1.0
+    return warned
 
 
 # Ranks that are not in step
@@ -214,10 +222,10 @@ def engine_state_in_the_middle_of_a_pass_on(rank: int, ranks: Sequence[int]) -> 
 class UnlikePlanner(ScriptedPlanner):
     """A planner that does not do the same on every rank: rank 1's own plans are never asked for."""
 
-    def plan(self, step: int) -> Plan:
-        if dist.get_rank() == 1 and self.num_windows:
+    def decide(self, window: StepWindow | None, job: Job, step: int) -> Decision:
+        if dist.get_rank() == 1 and window is not None:
             raise AssertionError("only rank 0 plans")
-        return super().plan(step)
+        return super().decide(window, job, step)
 
 
 def planners_of_other_ranks_rest(rank: int) -> tuple[int, list[Step]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import time
 from typing import Any
 
 import torch
@@ -11,16 +12,15 @@ from coordination_cases import SCRIPT, build
 from told import Warned, collecting_warnings
 from torch import nn
 from torch.utils.data import DataLoader
-from training_cases import Numbered, ScriptedPlanner, Step, TinyNet, make_model, one_epoch, take_step
+from training_cases import Kept, Numbered, ScriptedPlanner, Step, TinyNet, make_model, one_epoch, take_step
 
-from cannikin.core.controller import Controller
-from cannikin.core.plans import make_plan, save_plan
-from cannikin.core.records import Job
-from cannikin.runtime.data import HeteroDataLoader
-from cannikin.runtime.engine import attach
-from cannikin.runtime.parallel import HeteroDataParallel
-from cannikin.runtime.sampler import HeteroBatchSampler
-from cannikin.runtime.schedule import by_progress
+from cannikin.core.noise.tracker import NoiseTracker
+from cannikin.core.policies.cannikin import Controller
+from cannikin.core.policies.plans import make_plan, save_plan
+from cannikin.core.values import Job
+from cannikin.runtime.loader import HeteroBatchSampler, HeteroDataLoader
+from cannikin.runtime.parallel import HeteroDataParallel, attach
+from cannikin.runtime.update import by_progress
 
 PINNED = [4, 2]
 
@@ -28,10 +28,12 @@ PINNED = [4, 2]
 def state_at_a_larger_batch() -> dict[str, Any]:
     """An engine's state, as saved once the noise scale was known and the total batch had doubled."""
     controller = Controller(Job(num_ranks=2, batch_size=6, max_batch_size=24))
+    noise = NoiseTracker(initial_batch=6)
     for _ in range(30):
-        controller.noise.update([3, 3], [5.0, 5.0], 3.0)
+        noise.update([3, 3], [5.0, 5.0], 3.0)
     planner = controller.state_dict()
-    planner["plan"] = save_plan(make_plan(90, (8, 4), phase="optperf", reason="as saved"))
+    plan = save_plan(make_plan(90, (8, 4), reason="as saved"))
+    planner |= {"noise": noise.state_dict(), "plan": plan, "phase": "optperf"}
     return {"version": 1, "progress": 100.0, "planner": planner}
 
 
@@ -88,12 +90,12 @@ def batch_of_the_users_own(rank: int) -> tuple[int, list[tuple[int, ...]]]:
     loader = HeteroDataLoader(Numbered(240), model=model, batch_size=6)
     matched = []
     for features, targets, _ in loader:
-        model.use_batch(len(features), model.engine.plan_at(model.engine.next_step - 1).total_batch)
+        model.use_batch(len(features), model.engine.loop.plan_at(model.engine.loop.next_step - 1).total_batch)
         optimizer.zero_grad()
         nn.functional.mse_loss(model(features.transpose(0, 1)), targets).backward()
         optimizer.step()
         matched.append((len(features), model.engine.current_entry.local_batch))
-    return len(model.engine._queue), matched
+    return len(model.engine.loop.queue), matched
 
 
 def evaluation_on_the_training_data(rank: int) -> tuple[int, list[Step]]:
@@ -104,7 +106,7 @@ def evaluation_on_the_training_data(rank: int) -> tuple[int, list[Step]]:
         for features, _, _ in loader:
             model(features)
     model.train()
-    return len(model.engine._queue), one_epoch(model, optimizer, loader)
+    return len(model.engine.loop.queue), one_epoch(model, optimizer, loader)
 
 
 def training_in_eval_mode(rank: int) -> list[float]:
@@ -164,7 +166,7 @@ def scaler_that_is_off(rank: int) -> float:
     model, optimizer = make_model(grad_scaler=torch.amp.GradScaler("cpu", enabled=False))
     loader = HeteroDataLoader(Numbered(120), model=model, batch_size=6)
     one_epoch(model, optimizer, loader)
-    return model.engine.coordinator.decision.noise_trace
+    return model.engine.noise_scale
 
 
 def largest_forward(rank: int) -> list[int]:
@@ -172,29 +174,19 @@ def largest_forward(rank: int) -> list[int]:
     model, optimizer = make_model()
     loader = HeteroDataLoader(Numbered(24), model=model, batch_size=6, local_batches=PINNED)
     heard: list[int] = []
-    model.engine._memory.end_step = heard.append
     for batch in loader:
         optimizer.zero_grad()
         for features, targets, _ in model.micro_batches(batch, num_parts=2):
             nn.functional.mse_loss(model(features), targets).backward()
         optimizer.step()
+        heard.append(model.engine.loop.memory.largest)
     return heard
-
-
-class Kept:
-    """An observer."""
-
-    def __init__(self) -> None:
-        self.records: list[Any] = []
-
-    def write(self, record: Any) -> None:
-        self.records.append(record)
 
 
 def changes_of_an_earlier_run(rank: int) -> list[str]:
     """The texts of events in a run that resumes one in which a rank had become slower."""
     state, observer = state_at_a_larger_batch(), Kept()
-    state["planner"]["learner"].update(changes=[[1000, 1, 2.0]], num_changes=1)
+    state["planner"]["learner"].update(changes=[[1000, 1, 2.0]], num_changes=1)  # as older states have them
     model, optimizer = make_model(observers=[observer])
     model.engine.load_state_dict(state)
     loader = HeteroDataLoader(Numbered(240), model=model, batch_size=6, max_batch_size=24)
@@ -202,22 +194,21 @@ def changes_of_an_earlier_run(rank: int) -> list[str]:
     return [record.text for record in observer.records if hasattr(record, "text") and "times as long" in record.text]
 
 
-def item_sums_left_over(rank: int) -> list[bool]:
-    """Sums of items that a loop which looks ahead began and never used: are they all there once it has ended?"""
+def item_sums_left_over(rank: int) -> float:
+    """Seconds that the end of a pass waits for a sum of items that was begun, never used, and comes late on rank 1."""
     model, optimizer = make_model()
     loader = HeteroDataLoader(Numbered(60), model=model, batch_size=6, item_count=lambda batch: float(len(batch[0])))
-    calls: list[int] = []
     batches = iter(loader)
     ahead = next(batches)
     for _ in range(3):
         batch, ahead = ahead, next(batches)
         take_step(model, optimizer, batch)
-    sums = model.engine._state.item_sums
-    for step, wait_for_sum in list(sums.items()):
-        sums[step] = lambda step=step, wait_for_sum=wait_for_sum: (calls.append(step), wait_for_sum())[1]
-    left = list(sums)
+    if rank == 1:
+        time.sleep(0.5)
+    next(batches)
+    start_s = time.monotonic()
     batches.close()
-    return [step in calls for step in left]
+    return time.monotonic() - start_s
 
 
 def attached_policy(rank: int) -> str:

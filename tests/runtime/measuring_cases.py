@@ -23,9 +23,10 @@ from training_cases import (
     take_step,
 )
 
-from cannikin.core.records import StepWindow
+from cannikin.core.planner import Decision
+from cannikin.core.values import Job, StepWindow
 from cannikin.runlog import Record
-from cannikin.runtime.data import HeteroDataLoader
+from cannikin.runtime.loader import HeteroDataLoader
 from cannikin.runtime.parallel import HeteroDataParallel
 
 FORWARD_S = (1e-3, 4e-3)  # of each rank, for a sample, in forward and again in backward
@@ -107,17 +108,17 @@ class WindowsKept(ScriptedPlanner):
         super().__init__([(4, 2), (2, 4)])
         self.windows: list[StepWindow] = []
 
-    def observe(self, window: StepWindow) -> None:
-        super().observe(window)
-        self.windows.append(window)
+    def decide(self, window: StepWindow | None, job: Job, step: int) -> Decision:
+        if window is not None:
+            self.windows.append(window)
+        return super().decide(window, job, step)
 
 
 def steps_that_count(rank: int, *, chooses_kernels: bool) -> list[list[tuple[int, bool]]]:
     """Each rank's local batch at every step, and whether rank 0 was told that the step counts."""
     planner = WindowsKept()
     model, optimizer = make_model(policy=planner)
-    if chooses_kernels:
-        model.engine._tracker._sizes = set()  # as on a GPU
+    model.engine.device.slow_at_new_sizes = chooses_kernels  # as on a GPU
     one_epoch(model, optimizer, HeteroDataLoader(Numbered(300), model=model, batch_size=6))
     batches, valid = (
         np.concatenate([getattr(window, name) for window in planner.windows]).T.tolist() if planner.windows else []
@@ -165,7 +166,8 @@ def train_alone(rank: int, max_batch_size: int | None) -> Alone:
         optimizer.step()
         totals.append(model.plan.total_batch)
         reasons.append(model.plan.reason)
-    flags = model.engine.coordinator.planner.noise.flags
+    noise = model.engine.coordinator.schedule.decision.noise
+    flags = () if noise is None else noise.flags
     return Alone(totals=totals, noise_scale=model.noise_scale, flags=flags, reason=reasons[-1])
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from training_cases import Numbered, ScriptedPlanner, fail_on_warnings, take_step
 
-from cannikin.runtime.data import HeteroDataLoader
+from cannikin.runtime.loader import HeteroDataLoader
 from cannikin.runtime.parallel import HeteroDataParallel
 
 TOO_MUCH = 2**50  # elements: beyond the addresses that a process has

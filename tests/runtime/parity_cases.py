@@ -23,12 +23,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from cannikin.core.plans import make_plan
-from cannikin.core.records import Plan, StepWindow
-from cannikin.runtime.data import HeteroDataLoader
-from cannikin.runtime.entries import BatchEntry
+from cannikin.core.planner import Decision, Noise
+from cannikin.core.policies.plans import make_plan
+from cannikin.core.values import Job, StepWindow
+from cannikin.runtime.loader import HeteroDataLoader
 from cannikin.runtime.parallel import HeteroDataParallel
 from cannikin.runtime.passes import epoch_order
+from cannikin.runtime.step import BatchEntry
 
 NUM_STEPS = 20
 TOTALS = (16, 13, 24, 9, 20)
@@ -388,9 +389,9 @@ class Told:
             model.use_batch(local, total)
             return mine
         items = (num_tokens(mine) if local else 0.0) if self.items else None
-        step = model.engine.next_step
+        step = model.engine.loop.next_step
         entry = BatchEntry(step=step, local_batch=local, total_batch=total, is_padding=local == 0, items=items)
-        model.engine.hand_out(entry)
+        model.engine.loop.hand_out(entry)
         if local > 0:
             return mine
         return [tensor * math.nan for tensor in take(data, [0, 1])] if self.poisoned else take(data, [0, 1])
@@ -409,16 +410,16 @@ class Told:
 class ScriptedPlanner:
     """Another plan at every window, taken from a list in turn; measures nothing."""
 
+    noise = Noise(signal_sqnorm=math.nan, noise_trace=math.nan)  # not known
+
     def __init__(self, splits: Sequence[Sequence[int]]) -> None:
         self._splits = [tuple(split) for split in splits]
         self._num_seen = 0
 
-    def observe(self, window: StepWindow) -> None:
-        self._num_seen += 1
-
-    def plan(self, step: int) -> Plan:
+    def decide(self, window: StepWindow | None, job: Job, step: int) -> Decision:
+        self._num_seen += window is not None
         split = self._splits[self._num_seen % len(self._splits)]
-        return make_plan(step, split, phase="other", reason="by script")
+        return Decision(plan=make_plan(step, split, reason="by script"), noise=self.noise, phase="scripted")
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_seen": self._num_seen}
@@ -455,8 +456,8 @@ class Loaded:
 
     def _noted(self, run: _Script, model: Any, loader: HeteroDataLoader) -> Iterator[Batch]:
         for batch in loader:
-            run.sizes.append(model.engine._queue._entries[-1].total_batch)
-            run.splits.add(model.engine.plan_at(model.engine.next_step - 1).local_batches)
+            run.sizes.append(model.engine.loop.queue.newest.total_batch)
+            run.splits.add(model.engine.loop.plan_at(model.engine.loop.next_step - 1).local_batches)
             yield batch
             if len(run.sizes) == self.num_batches:
                 return
@@ -502,7 +503,7 @@ class Case:
         length = self.feed.length if isinstance(self.feed, Loaded) else 400
         data, script = self.data(dtype, length), _Script()
         ranked = self._ranked(dtype, data, script, rank, world_size)
-        alone = self._alone(dtype, data, script)
+        alone = self.alone(dtype, data, script)
         if isinstance(self.feed, Loaded) and world_size > 1:
             assert len(script.splits) > 1, f"the plan never changed: {script.splits}"
         return worst_difference([*ranked], [*alone])
@@ -528,7 +529,7 @@ class Case:
         self.loop(run)
         return [*(p.detach() for p in net.parameters()), *run.notes]
 
-    def _alone(self, dtype: torch.dtype, data: TensorDataset, script: _Script) -> list[torch.Tensor]:
+    def alone(self, dtype: torch.dtype, data: TensorDataset, script: _Script) -> list[torch.Tensor]:
         net = fresh(self.net, dtype)
         scaler = self.scaler() if self.scaler else None
         run = Run(net, self.optimizer(net), self.loss, self.feed.whole(data, script), scaler, 0, ranked=False)
@@ -733,7 +734,7 @@ def norms(rank: int, world_size: int) -> list[list[float]]:
         net.zero_grad()
         model.use_batch(sizes[rank], 12)
         model(parts[rank]).square().mean().backward()
-        now = model.engine._state.step
+        now = model.engine.loop.step
         taken = [float(sum(kind)) for kind in now.norms()[:2] if kind]
         errors.append([found / truth - 1 for found, truth in zip(taken, squares, strict=False)])
     return errors
@@ -756,7 +757,7 @@ def _interleaved(cases: Sequence[Case], dtype: torch.dtype, rank: int, world_siz
     for batches in zip(*(run.batches for run in runs), strict=True):
         for run, batch in zip(runs, batches, strict=True):
             plain_loop(replace(run, batches=iter([batch])))
-    alone = [case._alone(dtype, data, script) for case, script in zip(cases, scripts, strict=True)]
+    alone = [case.alone(dtype, data, script) for case, script in zip(cases, scripts, strict=True)]
     ours = [[p.detach() for p in run.model.parameters()] for run in runs]
     return [worst_difference(a, b) for a, b in zip(ours, alone, strict=True)]
 
@@ -793,26 +794,15 @@ def compressed(rank: int, world_size: int) -> dict[str, float]:
     return errors
 
 
-@dataclass
-class ScriptedNoise:
-    """What a planner says of gradient noise."""
-
-    num_steps: int = 1
-    num_skipped: int = 0
-    signal_sqnorm: float = 2.0
-    noise_trace: float = 30.0
-
-
 class NoisyPlanner(ScriptedPlanner):
     """Also claims that the noise grows."""
 
-    def __init__(self, splits: Sequence[Sequence[int]]) -> None:
-        super().__init__(splits)
-        self.noise = ScriptedNoise()
+    noise = Noise(signal_sqnorm=2.0, noise_trace=30.0)
 
-    def observe(self, window: StepWindow) -> None:
-        super().observe(window)
-        self.noise.noise_trace += 7.0
+    def decide(self, window: StepWindow | None, job: Job, step: int) -> Decision:
+        if window is not None:
+            self.noise = replace(self.noise, noise_trace=self.noise.noise_trace + 7.0)
+        return super().decide(window, job, step)
 
 
 @dataclass(frozen=True, kw_only=True)

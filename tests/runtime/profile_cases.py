@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+import torch
+import torch.distributed as dist
 from told import Warned, collecting_warnings
 from training_cases import Numbered, TinyNet, make_model, one_epoch
 
-from cannikin.runtime.data import HeteroDataLoader
-from cannikin.runtime.profiles import model_key
+from cannikin.runtime.device import Cpu
+from cannikin.runtime.exchange import Exchange
+from cannikin.runtime.loader import HeteroDataLoader
+from cannikin.runtime.profile_store import introduce, model_key
 
 SAMPLE_S = (1e-3, 4e-3)  # of each rank, for a sample, in forward and again in backward
 TOTAL = 12
@@ -49,3 +53,12 @@ def learn_then_start_again(rank: int, world_size: int, folder: str) -> dict[str,
 
 def tiny_key() -> str:
     return model_key(TinyNet(), scaled=False)
+
+
+def names_of_the_ranks(rank: int, world_size: int) -> list[str]:
+    """What the ranks call each other's devices, where rank 0's has a name of the user's own."""
+    torch.set_num_threads(1)
+    if rank == 0:
+        os.environ["CANNIKIN_DEVICE"] = "card 0"
+    exchange = Exchange(dist.group.WORLD)
+    return [who.device for who in introduce(exchange, Cpu())]

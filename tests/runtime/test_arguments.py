@@ -34,7 +34,7 @@ def test_module_and_optimizer_the_wrong_way_round_are_told_so():
         ("max_batch_size", "that is for HeteroDataLoader"),
         ("lr_rules", "did you mean lr_rule?"),
         ("find_unused", "did you mean find_unused_parameters?"),
-        ("colour", "nor does DistributedDataParallel, which gets what is left"),
+        ("colour", "neither does DistributedDataParallel, which gets all other keywords"),
     ],
 )
 def test_a_keyword_of_the_model_that_nobody_takes_is_named_with_advice(name, advice):

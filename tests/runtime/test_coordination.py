@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import coordination_cases as cases
@@ -12,9 +13,21 @@ from coordination_cases import NUM_STEPS, SCRIPT
 from ranks import run_ranks
 from told import Raised, run_cases, values
 
-from cannikin.core.controller import window_steps
+from cannikin.core.planner import Decision, Noise
+from cannikin.core.schedule import Schedule
+from cannikin.core.values import Job, Plan
 from cannikin.errors import DisagreementError
-from cannikin.runtime.windows import check_cuts, merge_windows
+from cannikin.runtime.device import Cpu
+from cannikin.runtime.step import BatchEntry, StepInProgress
+from cannikin.runtime.wire import (
+    check_cuts,
+    decode_decision,
+    empty_decision,
+    encode_decision,
+    encode_steps,
+    merge_windows,
+    start_reading,
+)
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -26,12 +39,12 @@ IN_FORCE = {
     "workers": cases.loop_with_workers,
     "held": cases.planner_that_is_held,
     "rank 0 alone plans": cases.planners_of_other_ranks_rest,
+    "no noise estimate": cases.grown_without_a_noise_estimate,
 }
 WRONG = {
     "three ranks": cases.plans_for_three_ranks,
     "an empty batch": cases.plans_with_an_empty_batch,
     "no plan": cases.no_plan_at_all,
-    "no micro-batches": cases.plans_without_micro_batches,
 }
 WRONG_AT_FIRST = {
     "three ranks": cases.first_plan_for_three_ranks,
@@ -90,7 +103,9 @@ def told():
 def expected_plans(delay: int) -> list[tuple[int, ...]]:
     """The split of each step, where the plan of the window that ends before step w holds from step w + delay."""
     plans, window_start, number = [SCRIPT[0]] * NUM_STEPS, 0, 0
-    while (window_end := window_start + window_steps(window_start)) < NUM_STEPS:
+    job = Job(num_ranks=2, batch_size=6)
+    schedule = Schedule(job, Decision(plan=Plan(first_step=0, total_batch=6, local_batches=(3, 3))))
+    while (window_end := window_start + schedule.window_steps(window_start)) < NUM_STEPS:
         number += 1
         plans[window_end + delay :] = [SCRIPT[number % len(SCRIPT)]] * len(plans[window_end + delay :])
         window_start = window_end
@@ -213,10 +228,35 @@ def test_an_output_that_cannot_be_seen_into_is_a_warning_where_only_times_are_lo
 # What rank 0 makes of the ranks' vectors, without ranks
 
 
+def test_a_planner_that_lets_the_total_grow_and_gives_no_noise_estimate_is_told_so_once(told):
+    on_rank_0, elsewhere = values(told, "no noise estimate")
+    (warning,) = on_rank_0
+    assert (
+        "the planner GrowingPlanner lets the total batch grow to 8 from 6 and gives no noise estimate" in warning.text
+    )
+    assert elsewhere == []
+
+
 def sent_by(steps: list[tuple[int, int]]) -> torch.Tensor:
-    """A rank's vector of steps (b_i, B) with one bucket; all times are 1 s."""
-    rows = [[1, local, total, 1, 1, 1, math.nan, math.nan, math.nan, 1, 1] for local, total in steps]
-    return torch.tensor([0, 2**53, *(number for row in rows for number in row)], dtype=torch.float64)
+    """A rank's vector of steps (b_i, B), of which nothing was measured; a total of 0 is not checked."""
+    taken = [
+        StepInProgress(BatchEntry(step=step, local_batch=local, total_batch=max(total, 1), checked=total > 0))
+        for step, (local, total) in enumerate(steps)
+    ]
+    return encode_steps(taken, start_reading(taken, Cpu()), Cpu())
+
+
+def test_what_ranks_need_of_a_decision_arrives_to_the_last_bit():
+    plan = Plan(first_step=70, total_batch=6, local_batches=(4, 2), predicted_step_s=0.1 + 0.2, reason="a reason")
+    noise = Noise(signal_sqnorm=1 / 3, noise_trace=2e300)
+    sent = encode_decision(Decision(plan=plan, noise=noise, settled=False, phase="a phase of its own"))
+    assert sent.shape == empty_decision(2).shape
+    assert sent.dtype == empty_decision(2).dtype == torch.int64
+    found = decode_decision(sent, 2)
+    assert found == Decision(plan=replace(plan, reason="as rank 0 planned"), noise=noise, settled=False)
+    unknown = replace(plan, predicted_step_s=None)
+    assert decode_decision(encode_decision(Decision(plan=unknown)), 2).noise is None
+    assert decode_decision(encode_decision(Decision(plan=unknown)), 2).plan.predicted_step_s is None
 
 
 def test_local_batches_that_add_up_make_a_window():

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cannikin.core.records import NO_MAX
+from cannikin.core.cutting import Bookmark, EpochState, cut, make_job, num_steps
+from cannikin.core.values import NO_MAX
 from cannikin.errors import InvalidInputError, StateError
-from cannikin.runtime.cutting import Bookmark, EpochState, cut, make_job, num_steps
 
 splits = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 

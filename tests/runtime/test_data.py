@@ -15,15 +15,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
 
-from cannikin.core.plans import make_plan
-from cannikin.core.records import Job, Plan
+from cannikin.core.policies.plans import make_plan
+from cannikin.core.values import Job, Plan
 from cannikin.errors import InvalidInputError, StateError
-from cannikin.runtime.data import HeteroDataLoader
-from cannikin.runtime.entries import BatchEntry, BatchSource
+from cannikin.runtime.loader import HeteroBatchSampler, HeteroDataLoader
 from cannikin.runtime.passes import epoch_order
-from cannikin.runtime.sampler import HeteroBatchSampler
+from cannikin.runtime.step import BatchEntry, BatchSource, Feed
 
 Script = Sequence[Sequence[int]]  # the local batches of each step, taken in turn
+FEEDS: weakref.WeakKeyDictionary[HeteroDataLoader, ScriptedFeed] = weakref.WeakKeyDictionary()
 
 
 class ScriptedFeed:
@@ -40,12 +40,13 @@ class ScriptedFeed:
         self.settings: dict[str, int] = {}
         self._script = script
 
-    def bind(self, source: BatchSource, job: Job, settings: dict[str, int]) -> None:
+    def bind(self, source: BatchSource, job: Job, settings: dict[str, int]) -> Feed:
         # Not the source itself: loaders with persistent workers are slow to stop (5 s each) as cyclic garbage.
         self.source, self.job, self.settings = weakref.ref(source), job, settings
+        return self
 
     def plan_at(self, step: int) -> Plan:
-        return make_plan(step, tuple(self._script[step % len(self._script)]), phase="test", reason="by script")
+        return make_plan(step, tuple(self._script[step % len(self._script)]), reason="by script")
 
     def hand_out(self, entry: BatchEntry) -> None:
         assert entry.step == self.next_step
@@ -108,7 +109,9 @@ def build(
     feed = ScriptedFeed(script, rank, has_batch_norm)
     keywords.setdefault("batch_size", max(sum(script[0]), 2 * len(script[0])))
     keywords.setdefault("collate_fn", as_list)
-    return HeteroDataLoader(data, model=feed, **keywords)
+    loader = HeteroDataLoader(data, model=feed, **keywords)
+    FEEDS[loader] = feed
+    return loader
 
 
 def build_all(data: Dataset, script: Script, **keywords) -> list[HeteroDataLoader]:
@@ -116,7 +119,7 @@ def build_all(data: Dataset, script: Script, **keywords) -> list[HeteroDataLoade
 
 
 def feed_of(loader: HeteroDataLoader | HeteroBatchSampler) -> ScriptedFeed:
-    return loader._feed
+    return FEEDS[loader]
 
 
 def steps_of(loaders: Sequence[HeteroDataLoader], limit: int | None = None) -> list[list[int]]:
@@ -573,9 +576,9 @@ def own_loaders(data: Dataset, script: Script, **keywords) -> list[tuple[HeteroB
     made = []
     for rank in range(len(script[0])):
         keywords.setdefault("batch_size", max(sum(script[0]), len(script[0])))
-        sampler = HeteroBatchSampler(
-            data, model=ScriptedFeed(script, rank), prefetch_depth=2 * num_workers, shuffle=False, **keywords
-        )
+        feed = ScriptedFeed(script, rank)
+        sampler = HeteroBatchSampler(data, model=feed, prefetch_depth=2 * num_workers, shuffle=False, **keywords)
+        FEEDS[sampler] = feed
         made.append((sampler, DataLoader(data, batch_sampler=sampler, num_workers=num_workers, collate_fn=as_list)))
     return made
 

@@ -197,9 +197,9 @@ def test_a_gradient_that_is_not_finite_is_counted_and_does_not_poison_the_noise_
     reports = run_ranks(cases.train_with_bad_gradients, EVERY_RANK, bad, value)
     for report in reports:
         assert report.bad_steps_seen == sorted(bad), "as under DDP, every rank gets the bad gradient"
-        assert report.num_nonfinite == len(bad), "counted, on every rank"
         assert math.isfinite(report.noise_scale)
         assert report.noise_scale > 0
+    assert reports[0].num_nonfinite == len(bad), "counted, and told on rank 0"
     assert reports[0].num_steps > 20
     low, _ = reports[0].limits
     assert 0 < low < math.inf
@@ -232,9 +232,10 @@ def test_some_gradients_that_are_not_finite_are_no_reason_to_warn(bad):
 )
 def test_every_step_that_a_grad_scaler_leaves_out_is_counted(optimizer):
     bad = {0: (0,), 9: (1,), 70: (0,), 71: (1,), 73: (0, 1)}
-    for report in run_ranks(cases.train_with_a_scaler, EVERY_RANK, bad, optimizer):
+    reports = run_ranks(cases.train_with_a_scaler, EVERY_RANK, bad, optimizer)
+    assert reports[0].num_nonfinite == len(bad)
+    for report in reports:
         assert report.bad_steps_seen == sorted(bad)
-        assert report.num_nonfinite == len(bad)
         assert math.isfinite(report.noise_scale)
 
 

@@ -13,7 +13,7 @@ import torch
 from ranks import run_ranks
 from told import Raised, run_cases, values
 
-from cannikin.core.records import NO_MAX
+from cannikin.core.values import NO_MAX
 from cannikin.runtime.memory import MemoryGauge, is_out_of_memory, largest_batch
 
 pytestmark = pytest.mark.xdist_group("ranks")

@@ -12,11 +12,12 @@ import torch
 from ranks import run_ranks
 from torch import nn
 
-from cannikin.runtime.profiles import ProfileStore, device_name, model_key
+from cannikin.errors import InvalidInputError
+from cannikin.runtime.device import Cpu, find_device
+from cannikin.runtime.profile_store import ProfileStore, model_key
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
-CPU = torch.device("cpu")
 FAST, SLOW = {"batches": [8.0], "note": "fast"}, {"batches": [4.0], "note": "slow"}
 
 
@@ -96,10 +97,13 @@ def test_a_file_that_cannot_be_written_is_a_warning(tmp_path):
 
 def test_the_name_of_a_device_is_the_users_own_where_there_is_one(monkeypatch):
     monkeypatch.delenv("CANNIKIN_DEVICE", raising=False)
-    own = device_name(CPU)
-    assert re.search(rf", {torch.get_num_threads()} threads?$", own)
-    monkeypatch.setenv("CANNIKIN_DEVICE", "card 7")
-    assert device_name(CPU) == "card 7"
+    assert re.search(rf", {torch.get_num_threads()} threads?$", Cpu().name)
+    assert [names[0] for names in run_ranks(profile_cases.names_of_the_ranks, 2)] == ["card 0"] * 2
+
+
+def test_a_device_that_cannot_be_timed_is_refused():
+    with pytest.raises(InvalidInputError, match="the model is on 'meta': cannikin can time cpu and cuda devices only"):
+        find_device(torch.device("meta"))
 
 
 def test_models_are_told_apart_by_shapes_names_and_precision():

@@ -16,9 +16,9 @@ from ranks import run_ranks
 from recording_cases import NO_NUMBERS
 from told import run_cases, values
 
-from cannikin.core.records import Job
+from cannikin.core.values import Job
 from cannikin.runlog import EventRecord, Header, PlanRecord, RankInfo, WindowRecord, read_runlog
-from cannikin.runtime.recording import Recorder
+from cannikin.runtime.recorder import Recorder
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

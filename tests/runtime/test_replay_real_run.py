@@ -7,7 +7,7 @@ from ranks import run_ranks
 from training_cases import Numbered, make_model, one_epoch
 
 from cannikin.runlog import read_runlog
-from cannikin.runtime.data import HeteroDataLoader
+from cannikin.runtime.loader import HeteroDataLoader
 from cannikin.sim.replay import compare, machine_from_log
 
 pytestmark = pytest.mark.xdist_group("ranks")

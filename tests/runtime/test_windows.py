@@ -7,16 +7,16 @@ import math
 import pytest
 import torch
 
-from cannikin.runtime.entries import BatchEntry
-from cannikin.runtime.step import StepInProgress
-from cannikin.runtime.timing import CpuClock
-from cannikin.runtime.windows import encode_steps, start_reading
+from cannikin.runtime.device import Cpu
+from cannikin.runtime.step import BatchEntry, StepInProgress
+from cannikin.runtime.wire import decode_steps, encode_steps, start_reading
 
 
 def sent_norms(**measured) -> list[float]:
     """|g_i|^2, |g|^2 and g . g' as they are sent of a step in which this was measured."""
     step = StepInProgress(BatchEntry(step=0, local_batch=4, total_batch=8), **measured)
-    return encode_steps([step], start_reading([step]), CpuClock())[2 + 6 : 2 + 9].tolist()
+    sent = decode_steps(encode_steps([step], start_reading([step], Cpu()), Cpu())[None], 1)
+    return [float(sent[name][0, 0]) for name in ("local_sqnorm", "global_sqnorm", "previous_dot")]
 
 
 def tensors(*values: float) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cannikin.core.fit import bucket_times
-from cannikin.core.records import StepWindow
+from cannikin.core.values import StepWindow
 from cannikin.sim.catalog import load_cluster_spec, load_workload, workload_names
 from cannikin.sim.hardware import Machine, build_machine
 from cannikin.sim.runs import find_machine

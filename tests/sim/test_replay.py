@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cannikin.core.records import Job
+from cannikin.core.values import Job
 from cannikin.errors import RunLogError
 from cannikin.runlog import RUNLOG_NAME, RunLogWriter, read_runlog
 from cannikin.sim.engine import Simulation

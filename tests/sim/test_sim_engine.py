@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cannikin.core.controller import window_steps
-from cannikin.core.planners import make_planner
-from cannikin.core.plans import make_plan
-from cannikin.core.records import Job, Plan, StepWindow
+from cannikin.core.planner import Decision
+from cannikin.core.policies import make_planner
+from cannikin.core.policies.plans import make_plan
+from cannikin.core.schedule import IN_FORCE, takes_norms
+from cannikin.core.values import Job, StepWindow
 from cannikin.errors import InvalidInputError
 from cannikin.runlog import RUNLOG_NAME, RunLogWriter, read_runlog
-from cannikin.sim.engine import PLAN_DELAY, Simulation
+from cannikin.sim.engine import Simulation
 from cannikin.sim.runs import find_machine, job_for, named_planner, simulate
 from cannikin.sim.workload import find_workload
 
@@ -23,19 +24,18 @@ JOB = Job(num_ranks=3, batch_size=60, num_samples=3000)
 
 
 class Script:
-    """Keeps what it is shown, and moves one sample from rank 0 to rank 2 with every plan."""
+    """Keeps what it is shown, moves one sample from rank 0 to rank 2 with every plan, and has a phase of its own."""
 
     def __init__(self) -> None:
         self.windows: list[StepWindow] = []
         self.asked: list[int] = []
 
-    def observe(self, window: StepWindow) -> None:
-        self.windows.append(window)
-
-    def plan(self, step: int) -> Plan:
+    def decide(self, window: StepWindow | None, job: Job, step: int) -> Decision:
+        if window is not None:
+            self.windows.append(window)
         self.asked.append(step)
         moved = min(len(self.windows), 15)
-        return make_plan(step, (20 - moved, 20, 20 + moved), phase="script", reason="by script")
+        return Decision(plan=make_plan(step, (20 - moved, 20, 20 + moved), reason="by script"), phase="a script's own")
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -54,7 +54,7 @@ def test_the_planner_sees_every_window_of_the_runtimes_length_in_order(machine):
     Simulation(machine, planner, JOB).run(max_steps=200)
     step = 0
     for window in planner.windows:
-        assert (window.first_step, window.num_steps) == (step, window_steps(step))
+        assert (window.first_step, window.num_steps) == (step, 5 if step < 40 else 10)
         step += window.num_steps
     assert step == 200
 
@@ -65,20 +65,33 @@ def test_a_plan_is_in_force_a_fixed_number_of_steps_after_its_window(machine):
     first = np.concatenate([window.local_batches[:, 0] for window in planner.windows])
     ends = np.cumsum([window.num_steps for window in planner.windows])
     changes = (np.flatnonzero(np.diff(first)) + 1).tolist()
-    expected = [end + PLAN_DELAY for end in ends.tolist() if end + PLAN_DELAY < 100]
+    expected = [end + IN_FORCE for end in ends.tolist() if end + IN_FORCE < 100]
     assert changes == expected[: len(changes)]
     assert len(changes) >= len(expected) - 1
-    assert planner.asked[1:] == (ends + PLAN_DELAY).tolist()
+    assert planner.asked[1:] == (ends + IN_FORCE).tolist()
 
 
-def test_the_first_step_never_counts_and_norms_come_on_one_step_in_four_later(machine):
+def test_the_first_step_never_counts_and_norms_come_in_the_steps_in_which_the_runtime_takes_them(machine):
     planner = Script()
     Simulation(machine, planner, JOB, find_workload("cifar10")).run(max_steps=200)
     valid = np.concatenate([window.valid.all(axis=1) for window in planner.windows])
     taken = np.concatenate([np.isfinite(window.global_sqnorm) for window in planner.windows])
     assert np.flatnonzero(~valid).tolist() == [0]
-    assert taken[:61].all()
-    assert np.flatnonzero(taken[61:] ^ (np.arange(61, 200) % 4 == 0)).size == 0
+    local = np.concatenate([~np.isnan(window.local_sqnorm) for window in planner.windows])
+    expected = [step for step in range(200) if takes_norms(step)]
+    assert expected[55:65] == [*range(55, 60), 63, 67, 71, 75, 79]
+    assert np.flatnonzero(taken).tolist() == expected
+    assert [np.flatnonzero(rank).tolist() for rank in local.T] == [expected] * 3
+
+
+def test_a_planner_of_ones_own_is_logged_with_its_own_phase(machine, tmp_path):
+    with RunLogWriter(tmp_path / RUNLOG_NAME) as log:
+        simulation = Simulation(machine, Script(), JOB, observers=(log,))
+        simulation.begin("script", {})
+        simulation.run(max_steps=50)
+    plans = read_runlog(tmp_path).plans
+    assert len(plans) > 5
+    assert {plan.phase for plan in plans} == {"a script's own"}
 
 
 def test_a_planner_paced_by_epochs_sees_the_end_of_each_epoch_only(machine):

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from cannikin.core.noise import noise_scale
+from cannikin.core.noise.estimate import noise_scale
 from cannikin.errors import InvalidInputError
 from cannikin.sim.catalog import workload_names
 from cannikin.sim.workload import find_workload, sample_sqnorms

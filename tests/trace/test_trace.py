@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cannikin.cli import main
-from cannikin.core.records import StepWindow
+from cannikin.core.values import StepWindow
 from cannikin.errors import InvalidInputError
 from cannikin.runlog import (
     EventRecord,
@@ -71,7 +71,6 @@ def window(first_step: int, *, num_steps: int = 10, **fields) -> WindowRecord:
 
 def plan(step: int, batches=(40, 24), **fields) -> PlanRecord:
     values = {
-        "micro_batches": (1, 1),
         "phase": "optperf",
         "reason": "rank 1 is slow",
         "elapsed_ms": 1_000.0 + 50 * step,

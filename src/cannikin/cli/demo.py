@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from cannikin.core.planners import POLICIES
+from cannikin.core.policies import POLICIES
 from cannikin.demo.comparison import SUMMARY_NAME, run_demo
 from cannikin.demo.tasks import DEFAULT_POLICIES, SPEEDS, TASKS, quick
 from cannikin.errors import CannikinError

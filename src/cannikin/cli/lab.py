@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from cannikin.core.planners import POLICIES
+from cannikin.core.policies import POLICIES
 from cannikin.lab.cluster import LabCluster, parse_link, parse_slowdown, parse_speeds
 from cannikin.lab.lab_file import load_lab_file
 from cannikin.lab.launch import launch

@@ -22,9 +22,9 @@ from cannikin.cli.plan_table import Fewer, Row, print_range, print_split
 from cannikin.cluster_file import MAX_BATCH, load_cluster
 from cannikin.core.goodput import efficiency, total_grid
 from cannikin.core.perf import Cluster, step_time
-from cannikin.core.plans import even_batches
-from cannikin.core.records import Job, Split
+from cannikin.core.policies.plans import even_batches
 from cannikin.core.split import SplitSolver, alike, fewer_ranks
+from cannikin.core.values import Job, Split
 from cannikin.errors import InvalidInputError
 
 __all__ = ["command"]

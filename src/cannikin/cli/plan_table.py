@@ -16,8 +16,8 @@ from rich.text import Text
 from cannikin import words
 from cannikin.cli.printing import measured, say
 from cannikin.core.perf import Cluster
-from cannikin.core.records import Split
 from cannikin.core.split import alike
+from cannikin.core.values import Split
 
 __all__ = ["Fewer", "Row", "print_range", "print_split"]
 

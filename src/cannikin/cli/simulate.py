@@ -21,8 +21,8 @@ from rich.table import Table
 
 from cannikin import words
 from cannikin.cli.printing import measured, say
-from cannikin.core.planners import POLICIES
-from cannikin.core.records import Job
+from cannikin.core.policies import POLICIES
+from cannikin.core.values import Job
 from cannikin.errors import InvalidInputError
 from cannikin.runlog import RUNLOG_NAME, RunLogWriter, read_runlog
 from cannikin.sim.engine import RunResult, Simulation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cannikin.core.records import StepWindow
+from cannikin.core.values import StepWindow
 
 __all__ = ["Divergence"]
 

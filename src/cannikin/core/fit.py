@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cannikin.core.perf import Curve
-from cannikin.core.records import BoolArray, FloatArray, StepWindow
+from cannikin.core.values import BoolArray, FloatArray, StepWindow
 
 __all__ = ["CurveFit", "bucket_times", "fit_curves", "middle_of", "pooled_gammas", "shrunken_gammas", "trimmed_mean"]
 

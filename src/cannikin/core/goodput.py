@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from cannikin.core.records import FloatArray, IntArray
+from cannikin.core.values import FloatArray, IntArray
 from cannikin.errors import InvalidInputError
 
 __all__ = ["TotalChoice", "choose_total", "efficiency", "total_grid"]

@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from cannikin.core.changes import find_changes
 from cannikin.core.fit import bucket_times, fit_curves, middle_of, shrunken_gammas, trimmed_mean
 from cannikin.core.loading import LoadHistory
 from cannikin.core.perf import Cluster, Curve
-from cannikin.core.records import BoolArray, FloatArray, IntArray, StepWindow
+from cannikin.core.planner import SpeedChange
+from cannikin.core.values import BoolArray, FloatArray, IntArray, StepWindow
 from cannikin.errors import StateError
 
-__all__ = ["Learner", "ModelFit"]
+__all__ = ["Learner", "ModelFit", "find_changes"]
 
 _KEEP = 0.99  # share of its weight that a step keeps with every later step: a memory of about 100 steps
 _NEVER_FORGOTTEN = 4.0  # but an average keeps this many steps' worth: it may be all that tells the slope
@@ -37,6 +37,7 @@ _WAVES = 0.05
 _OUTLIER = 3.0  # standard deviations
 _LEAST_CHANGE = 0.04  # what counts as a standard deviation at least: times wander by some per cent, and are followed
 _AFTER_CHANGE = 4.0  # steps' worth of weight that a rescaled history keeps
+_CUSUM_DRIFT, _CUSUM_ALARM, _CUSUM_CLIP = 0.5, 9.0, 3.0  # in standard deviations: four steps of a doubled time
 _RECENT = 32  # steps whose median gives communication times and overlap ratios
 _LEAST_NOISE, _MOST_NOISE = 0.01, 0.5  # bounds on the relative scatter that is believed
 
@@ -56,8 +57,6 @@ class Learner:
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self.noise = 0.0
-        self.changes: list[tuple[int, int, float]] = []  # the last ones: step, rank, factor on its times
-        self.num_changes = 0
         self.loading = LoadHistory(num_ranks)
         self._rank_noise = np.zeros(num_ranks)
         self._present = np.zeros(num_ranks)  # the batch each rank was measured at last
@@ -68,10 +67,10 @@ class Learner:
         self._comm = np.zeros((0, 0))
         self._gammas = np.zeros((0, num_ranks, 0))
 
-    def observe(self, window: StepWindow) -> None:
-        """Take in one window; steps marked invalid are left out."""
+    def observe(self, window: StepWindow) -> tuple[SpeedChange, ...]:
+        """Take in one window, without the steps marked invalid; return which ranks changed their speed in it."""
         if not window.valid.any():
-            return
+            return ()
         times = np.stack([window.before_s, window.ready_s[..., -1]])
         logs = np.log(np.where(window.valid, times, 1.0).clip(1e-9))
         residuals, promised = self._residuals(window, logs)
@@ -80,6 +79,7 @@ class Learner:
         self._weights = np.maximum(self._weights * _KEEP**window.num_steps, kept)
         told = np.where(promised, residuals, np.nan)
         changed_at, self._cusum = find_changes(told, self._scatter(_LEAST_CHANGE), self._cusum)
+        changes = []
         for rank in range(self.num_ranks):
             steps = np.flatnonzero(window.valid[:, rank])
             if len(steps):
@@ -87,11 +87,13 @@ class Learner:
             split = int(changed_at[rank])
             self._remember(rank, window, logs, residuals, promised, steps[steps < split])
             if split < window.num_steps:
-                self._rescale(rank, window.first_step + split, residuals[:, split:, rank])
+                factor = self._rescale(rank, residuals[:, split:, rank])
+                changes.append(SpeedChange(step=window.first_step + split, rank=rank, factor=factor))
                 residuals[:, split:, rank] = np.nan
                 self._remember(rank, window, logs, residuals, promised, steps[steps >= split])
         self._observe_buckets(window)
         self.loading.observe(window)
+        return tuple(changes)
 
     def model(self, low: IntArray, high: IntArray) -> ModelFit:
         """The cluster as measured so far, with these bounds on the local batches."""
@@ -222,14 +224,13 @@ class Learner:
         scatter: FloatArray = np.clip(np.maximum(self._rank_noise, self.noise), least, _MOST_NOISE)
         return scatter
 
-    def _rescale(self, rank: int, step: int, residuals: FloatArray) -> None:
-        """Multiply a rank's history by the factor its times have changed by, and make it light."""
+    def _rescale(self, rank: int, residuals: FloatArray) -> float:
+        """Multiply a rank's history by the factor its times have changed by, make it light, and return the factor."""
         factor = np.nanmedian(residuals, axis=1)
         self._logs[:, rank] += factor[:, None]
         total = self._weights[:, rank].sum(axis=1, keepdims=True)
         self._weights[:, rank] *= np.minimum(1.0, _AFTER_CHANGE / np.maximum(total, 1e-300))
-        self.changes = [*self.changes[-99:], (step, rank, float(np.exp(factor.mean())))]
-        self.num_changes += 1
+        return float(np.exp(factor.mean()))
 
     def _remember(
         self,
@@ -305,8 +306,6 @@ class Learner:
             "num_ranks": self.num_ranks,
             "num_buckets": self._comm.shape[1],
             "noise": self.noise,
-            "changes": [list(change) for change in self.changes],
-            "num_changes": self.num_changes,
             "loading": self.loading.state_dict(),
             **arrays,
         }
@@ -316,8 +315,6 @@ class Learner:
         if state.get("num_ranks") != self.num_ranks:
             raise StateError(f"state of {state.get('num_ranks')} ranks loaded into a learner of {self.num_ranks}")
         self.noise = float(state["noise"])
-        self.changes = [(int(step), int(rank), float(factor)) for step, rank, factor in state["changes"]]
-        self.num_changes = int(state["num_changes"])
         if "loading" in state:  # older states have none
             self.loading.load_state_dict(state["loading"])
         state = {"_present": [0.0] * self.num_ranks, **state}  # older states have none
@@ -330,3 +327,34 @@ class Learner:
 
 
 _ARRAYS = ("_present", "_batches", "_logs", "_weights", "_cusum", "_comm", "_gammas", "_rank_noise")
+
+
+def find_changes(residuals: FloatArray, scatter: FloatArray, cusum: FloatArray) -> tuple[IntArray, FloatArray]:
+    """The step of a window at which each rank's speed changed, its length where it did not; and the sums after it.
+
+    Args:
+        residuals: log time over what was promised, of forward and of backward, [2, S, n]; NaN where nothing was.
+        scatter: what counts as a standard deviation of each rank, [n].
+        cusum: the sums before this window, of slower and of faster, [2, n]; 0 in the beginning and after a change.
+
+    Example:
+        >>> slower = np.full((2, 6, 1), 0.7)
+        >>> slower[:, :2] = 0.0
+        >>> find_changes(slower, np.array([0.05]), np.zeros((2, 1)))[0].tolist()
+        [2]
+    """
+    steps, num_ranks = residuals.shape[1:]
+    sums, changed = cusum.copy(), np.full(num_ranks, steps)
+    # Each component is clipped by itself: a lone outlier in one of them is no change of speed.
+    scores = np.clip(np.nan_to_num(residuals) / scatter, -_CUSUM_CLIP, _CUSUM_CLIP).mean(axis=0)
+    began = np.zeros((2, num_ranks), dtype=np.int64)
+    for s in range(steps):
+        seen = ~np.isnan(residuals[0, s])
+        for sign, side in ((1.0, 0), (-1.0, 1)):
+            began[side] = np.where(sums[side] == 0, s, began[side])
+            grown = np.maximum(0.0, sums[side] + sign * scores[s] - _CUSUM_DRIFT)
+            sums[side] = np.where(seen, grown, sums[side])
+            alarm = (sums[side] > _CUSUM_ALARM) & (changed == steps)
+            changed = np.where(alarm, began[side], changed)
+    sums[:, changed < steps] = 0.0
+    return changed, sums

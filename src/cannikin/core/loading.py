@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from cannikin.core.perf import Curve
-from cannikin.core.records import BoolArray, StepWindow
+from cannikin.core.values import BoolArray, StepWindow
 
 __all__ = ["LoadHistory"]
 

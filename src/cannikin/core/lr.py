@@ -3,62 +3,97 @@
 Legend: B total batch, B0 the initial one, gain = (B/B0) * efficiency(B), the number of B0-steps that one step is worth
 (AdaScale; paper, table of workloads). A rule gives the factor on the user's own rate. Progress grows by the gain with
 every step taken ("scale-invariant iterations"), so that a schedule driven by it is neither stretched nor cut.
+
+    adascale   gain              adamscale  sqrt(gain)
+    linear     B/B0              sqrt       sqrt(B/B0)
+    legw       sqrt(B/B0) * min(1, progress / (warmup_steps * B/B0))
+    none       1
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Protocol
 
-from cannikin.errors import InvalidInputError
-
-__all__ = ["LR_RULES", "lr_factor"]
-
-LR_RULES = ("adascale", "adamscale", "linear", "sqrt", "legw", "none")
+__all__ = ["LR_RULES", "Legw", "LrRule", "rule_name"]
 
 
-def lr_factor(
-    rule: str,
-    total_batch: float,
-    *,
-    initial_batch: float,
-    gain: float,
-    progress: float = math.inf,
-    warmup_progress: float = 0.0,
-) -> float:
-    """The factor on the learning rate at a total batch.
+class LrRule(Protocol):
+    """The factor on the learning rate at a total batch: any callable of these arguments is a rule."""
 
-        adascale   gain              adamscale  sqrt(gain)
-        linear     B/B0              sqrt       sqrt(B/B0)
-        legw       sqrt(B/B0) * min(1, progress / (warmup_progress * B/B0))
-        none       1
+    def __call__(self, total_batch: float, /, *, initial_batch: float, gain: float, progress: float) -> float:
+        """Return the factor.
+
+        Args:
+            total_batch: B of the plan in force (never that of a short last batch).
+            initial_batch: B0.
+            gain: AdaScale's gain at B, from 1 to B/B0 for B >= B0.
+            progress: B0-steps taken so far.
+        """
+
+
+def _adascale(total_batch: float, /, *, initial_batch: float, gain: float, progress: float) -> float:
+    return gain
+
+
+def _adamscale(total_batch: float, /, *, initial_batch: float, gain: float, progress: float) -> float:
+    return math.sqrt(gain)
+
+
+def _linear(total_batch: float, /, *, initial_batch: float, gain: float, progress: float) -> float:
+    return total_batch / initial_batch
+
+
+def _sqrt(total_batch: float, /, *, initial_batch: float, gain: float, progress: float) -> float:
+    return math.sqrt(total_batch / initial_batch)
+
+
+def _none(total_batch: float, /, *, initial_batch: float, gain: float, progress: float) -> float:
+    return 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Legw:
+    """Linear-epoch gradual warm-up (LEGW): the square root of B/B0, after a warm-up as many epochs long at any batch.
 
     Args:
-        rule: one of `LR_RULES`.
-        total_batch: B of the plan in force (never that of a short last batch).
-        initial_batch: B0.
-        gain: AdaScale's gain at B, from 1 to B/B0 for B >= B0.
-        progress: B0-steps taken so far; LEGW only.
-        warmup_progress: length of LEGW's warm-up at B0, in B0-steps.
+        warmup_steps: length of the warm-up at the initial batch, in B0-steps.
 
     Example:
-        >>> lr_factor("sqrt", 256, initial_batch=64, gain=3.0)
-        2.0
-        >>> lr_factor("legw", 256, initial_batch=64, gain=3.0, progress=50, warmup_progress=100)
+        >>> Legw(warmup_steps=100)(256, initial_batch=64, gain=3.0, progress=50)
         0.25
     """
-    scale = total_batch / initial_batch
-    match rule:
-        case "adascale":
-            return gain
-        case "adamscale":
-            return math.sqrt(gain)
-        case "linear":
-            return scale
-        case "sqrt":
-            return math.sqrt(scale)
-        case "legw":
-            warmup = warmup_progress * scale
-            return math.sqrt(scale) * (min(1.0, progress / warmup) if warmup > 0 else 1.0)
-        case "none":
-            return 1.0
-    raise InvalidInputError(f"lr_rule={rule!r} is unknown: choose one of {', '.join(LR_RULES)}")
+
+    warmup_steps: float = 0.0
+
+    def __call__(self, total_batch: float, /, *, initial_batch: float, gain: float, progress: float) -> float:
+        """See `LrRule`."""
+        scale = total_batch / initial_batch
+        warmup = self.warmup_steps * scale
+        return math.sqrt(scale) * (min(1.0, progress / warmup) if warmup > 0 else 1.0)
+
+
+LR_RULES: dict[str, LrRule] = {
+    "adascale": _adascale,
+    "adamscale": _adamscale,
+    "linear": _linear,
+    "sqrt": _sqrt,
+    "legw": Legw(),
+    "none": _none,
+}
+
+
+def rule_name(rule: LrRule) -> str:
+    """Return a rule as logs and messages say it, the same on every rank.
+
+    Example:
+        >>> rule_name(LR_RULES["sqrt"]), rule_name(Legw(warmup_steps=100))
+        ('sqrt', 'Legw(warmup_steps=100)')
+    """
+    for name, known in LR_RULES.items():
+        if rule is known or rule == known:
+            return name
+    own = getattr(rule, "__qualname__", None)
+    is_plain = type(rule).__repr__ is object.__repr__
+    return str(own or (type(rule).__qualname__ if is_plain else repr(rule)))

@@ -22,7 +22,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from cannikin.core.records import NO_MAX, FloatArray, IntArray
+from cannikin.core.values import NO_MAX, FloatArray, IntArray
 from cannikin.errors import InvalidInputError
 
 __all__ = ["Cluster", "Curve", "ring_factor", "step_time"]

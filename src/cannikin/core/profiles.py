@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cannikin.core.learner import Learner
-from cannikin.core.records import BoolArray, FloatArray
+from cannikin.core.values import BoolArray, FloatArray
 from cannikin.errors import StateError
 
 __all__ = ["load_profiles", "save_profiles"]

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cannikin.core.perf import Cluster
-from cannikin.core.records import FloatArray, IntArray, Split
+from cannikin.core.values import FloatArray, IntArray, Split
 from cannikin.errors import InvalidInputError
 
 __all__ = ["SplitSolver", "alike", "drop_candidate", "fewer_ranks", "optimal_split"]

@@ -26,7 +26,7 @@ from torch.utils.data import TensorDataset
 
 from cannikin.demo.tasks import FASHION_MNIST_FILES, Task, check_folder
 from cannikin.errors import InvalidInputError
-from cannikin.runtime.data import HeteroDataLoader
+from cannikin.runtime.loader import HeteroDataLoader
 from cannikin.runtime.parallel import HeteroDataParallel
 
 __all__ = ["main"]

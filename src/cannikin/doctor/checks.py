@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from cannikin.core.planners import POLICIES
+from cannikin.core.policies import POLICIES
 from cannikin.doctor.facts import Facts, LoopbackFacts, TorchFacts
 from cannikin.words import counted, kinds
 

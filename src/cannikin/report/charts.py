@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cannikin.core.records import FloatArray
+from cannikin.core.values import FloatArray
 from cannikin.report.numbers import Reached, RunArrays, Windows, activity_ms, prediction_error, thin
 from cannikin.report.page import (
     Figure,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cannikin.core.records import BoolArray, FloatArray, IntArray
+from cannikin.core.values import BoolArray, FloatArray, IntArray
 from cannikin.runlog import EventRecord, Header, PlanRecord, Timeline
 from cannikin.runlog.times import NS_PER_MS, activities, activity, longest_ns, rank_moments
 

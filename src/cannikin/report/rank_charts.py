@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cannikin.core.records import FloatArray, IntArray
+from cannikin.core.values import FloatArray, IntArray
 from cannikin.report.numbers import (
     Bar,
     ByRank,

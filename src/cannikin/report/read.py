@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from cannikin.core.records import FloatArray
+from cannikin.core.values import FloatArray
 from cannikin.errors import InvalidInputError, RunLogError
 from cannikin.report.numbers import ByRank, Metric, RunArrays, Windows, latest
 from cannikin.runlog import (

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cannikin.core.records import FloatArray
+from cannikin.core.values import FloatArray
 from cannikin.errors import InvalidInputError
 from cannikin.report.charts import compare_charts, run_charts
 from cannikin.report.numbers import (

@@ -24,8 +24,7 @@ last ones.
 
 from __future__ import annotations
 
-from cannikin.runlog.convert import job_info, noise_record, plan_record, replay_window, window_record
-from cannikin.runlog.decisions import Decisions
+from cannikin.runlog.convert import decision_records, job_info, noise_record, plan_record, replay_window, window_record
 from cannikin.runlog.reader import RunLog, RunLogReader, numbers_only, read_runlog, run_inside
 from cannikin.runlog.records import (
     FORMAT,
@@ -49,7 +48,6 @@ __all__ = [
     "FORMAT",
     "RUNLOG_NAME",
     "VERSION",
-    "Decisions",
     "EventRecord",
     "Header",
     "JobInfo",
@@ -64,6 +62,7 @@ __all__ = [
     "RunLogWriter",
     "Timeline",
     "WindowRecord",
+    "decision_records",
     "job_info",
     "noise_record",
     "numbers_only",

@@ -6,17 +6,27 @@ Legend: S steps of a window, n ranks, J gradient buckets.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from cannikin.core.goodput import TotalChoice
-from cannikin.core.noise_tracker import NoiseTracker
-from cannikin.core.records import NO_MAX, BoolArray, FloatArray, Job, Plan, StepWindow
+from cannikin.core.planner import Decision, Noise
+from cannikin.core.values import NO_MAX, BoolArray, FloatArray, Job, StepWindow
 from cannikin.errors import InvalidInputError
-from cannikin.runlog.records import JobInfo, NoiseRecord, PlanRecord, Real, Reals, Timeline, WindowRecord
+from cannikin.runlog.records import (
+    EventRecord,
+    JobInfo,
+    NoiseRecord,
+    PlanRecord,
+    Real,
+    Reals,
+    Record,
+    Timeline,
+    WindowRecord,
+)
 
-__all__ = ["job_info", "noise_record", "plan_record", "replay_window", "window_record"]
+__all__ = ["decision_records", "job_info", "noise_record", "plan_record", "replay_window", "window_record"]
 
 _DECIMALS = 4  # of a millisecond: finer than any clock used, and half the bytes of a full double
 
@@ -38,26 +48,50 @@ def job_info(job: Job) -> JobInfo:
     )
 
 
-def plan_record(
-    plan: Plan, step: int, *, choice: TotalChoice | None = None, elapsed_ms: float | None = None
-) -> PlanRecord:
-    """A plan that was decided at `step`, after this choice among total batches if there was one.
+def decision_records(
+    window: StepWindow, decision: Decision, *, num_lost_before: int, elapsed_ms: float, **measured: Any
+) -> Iterator[Record]:
+    """Yield the records of one decision: the window it was made of, the events that show in it, and the plan.
+
+    Args:
+        window, decision: what the planner was shown, and what it made of it.
+        num_lost_before: steps of earlier windows whose gradient was not finite.
+        elapsed_ms: since the start of the run.
+        **measured: as in `window_record`.
+    """
+    noise = None if decision.noise is None else noise_record(decision.noise)
+    num_lost = window.num_nonfinite
+    yield window_record(window, noise=noise, num_skipped=num_lost, elapsed_ms=elapsed_ms, **measured)
+    step = window.first_step + window.num_steps
+    if num_lost:
+        steps = "1 step" if num_lost == 1 else f"{num_lost} steps"
+        text = f"{steps} had a gradient that was not finite, {num_lost_before + num_lost} so far"
+        yield EventRecord(step=step, kind="nonfinite", text=text, data={"count": num_lost}, elapsed_ms=elapsed_ms)
+    for change in decision.changes:
+        text = f"rank {change.rank} takes {change.factor:.2f} times as long"
+        data: dict[str, Any] = {"rank": change.rank, "factor": change.factor}
+        yield EventRecord(step=change.step, kind="changed_speed", text=text, data=data, elapsed_ms=elapsed_ms)
+    yield plan_record(decision, step, elapsed_ms=elapsed_ms)
+
+
+def plan_record(decision: Decision, step: int, *, elapsed_ms: float | None = None) -> PlanRecord:
+    """Return the record of a plan that was decided at `step`, with the total batches that were compared.
 
     Example:
-        >>> plan = Plan(first_step=14, total_batch=32, local_batches=(24, 8), micro_batches=(1, 1),
-        ...             predicted_step_s=0.05, phase="optperf", reason="rank 1 is slow")
-        >>> plan_record(plan, 10).predicted_step_ms
+        >>> from cannikin.core.values import Plan
+        >>> plan = Plan(first_step=14, total_batch=32, local_batches=(24, 8), predicted_step_s=0.05)
+        >>> plan_record(Decision(plan=plan), 10).predicted_step_ms
         50.0
     """
+    plan, choice = decision.plan, decision.choice
     predicted_ms = None if plan.predicted_step_s is None else _ms(plan.predicted_step_s)
     return PlanRecord(
         step=step,
         first_step=plan.first_step,
         total_batch=plan.total_batch,
         local_batches=plan.local_batches,
-        micro_batches=plan.micro_batches,
         predicted_step_ms=predicted_ms,
-        phase=plan.phase,
+        phase=decision.phase,
         reason=plan.reason,
         elapsed_ms=elapsed_ms,
         candidate_totals=() if choice is None else choice.totals,
@@ -65,24 +99,22 @@ def plan_record(
     )
 
 
-def noise_record(tracker: NoiseTracker) -> NoiseRecord:
-    """What a tracker knows by now.
+def noise_record(noise: Noise) -> NoiseRecord:
+    """Return the record of what is known of the gradient noise.
 
     Example:
-        >>> tracker = NoiseTracker(initial_batch=32)
-        >>> _ = tracker.update([8, 24], [3.0, 2.0], 1.75)
-        >>> record = noise_record(tracker)
-        >>> round(record.noise_scale, 2), record.high  # no limit can be given after one step
-        (14.34, None)
+        >>> record = noise_record(Noise(signal_sqnorm=0.5, noise_trace=20.0))
+        >>> record.noise_scale, record.high  # no upper limit is known
+        (40.0, None)
     """
-    low, high = tracker.limits
+    low, high = noise.limits
     return NoiseRecord(
-        signal_sqnorm=_finite(tracker.signal_sqnorm),
-        noise_trace=_finite(tracker.noise_trace),
-        noise_scale=_finite(tracker.noise_scale),
+        signal_sqnorm=_finite(noise.signal_sqnorm),
+        noise_trace=_finite(noise.noise_trace),
+        noise_scale=_finite(noise.noise_scale),
         low=_finite(low),
         high=_finite(high),
-        flags=tracker.flags,
+        flags=noise.flags,
     )
 
 

@@ -179,7 +179,6 @@ class PlanRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", ta
     first_step: int
     total_batch: int
     local_batches: tuple[int, ...]
-    micro_batches: tuple[int, ...]
     predicted_step_ms: Real = None
     phase: str
     reason: str

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cannikin.core.goodput import efficiency
-from cannikin.core.records import FloatArray
+from cannikin.core.values import FloatArray
 from cannikin.runlog.records import PlanRecord, Timeline, WindowRecord
 
 __all__ = [

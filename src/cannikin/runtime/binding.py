@@ -1,72 +1,72 @@
-"""What happens once, when a loader is bound to a model: what ranks must agree on, and who plans."""
+"""What happens once, when a loader is bound to a model: ranks agree, and somebody begins to plan."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from cannikin.core.planners import make_planner
-from cannikin.core.records import Job, Planner
+from cannikin.core import policies
+from cannikin.core.planner import DevicePlanner, Planner
+from cannikin.core.values import Job
 from cannikin.errors import InvalidInputError, StateError
-from cannikin.runlog import RankInfo
-from cannikin.runtime.profiles import ProfileStore
-from cannikin.runtime.tracking import StepTracker
+from cannikin.runtime.exchange import Exchange
+from cannikin.runtime.loop import Loop
+from cannikin.runtime.profile_store import ProfileStore
 
-__all__ = ["check_owner", "planner_for", "policy_name", "settings_of"]
+__all__ = ["check_agreement", "check_owner", "make_planner", "policy_name"]
 
 
 def policy_name(policy: str | Planner) -> str:
-    """A policy as logs and messages say it."""
+    """Return a policy as logs and messages say it."""
     return policy if isinstance(policy, str) else type(policy).__name__
 
 
-def settings_of(job: Job, **choices: Any) -> dict[str, Any]:
-    """What ranks must agree on beside the loader's own settings: the job, and what the engine chose."""
+def check_agreement(exchange: Exchange, job: Job, **settings: Any) -> None:
+    """Raise the same error on every rank where they disagree on the job or on another setting."""
     low, high = job.bounds
-    return {
-        **choices,
+    of_job = {
         "batch_size": job.batch_size,
         "max_batch_size": job.max_batch_size or 0,
         "local_bounds": [low.tolist(), high.tolist()],
         "num_samples": job.num_samples or 0,
     }
+    exchange.check_agreement({**settings, **of_job})
 
 
-def check_owner(optimizer: torch.optim.Optimizer, tracker: StepTracker) -> None:
+def check_owner(optimizer: torch.optim.Optimizer, loop: Loop) -> None:
     """Refuse an optimizer whose rates another engine scales already: both would, and neither could undo it."""
     hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
-    owners = [owner for hook in hooks if isinstance(owner := getattr(hook, "__self__", None), StepTracker)]
-    if any(owner is not tracker and owner.bound for owner in owners):
+    owners = [owner for hook in hooks if isinstance(owner := getattr(hook, "__self__", None), Loop)]
+    if any(owner is not loop and owner.is_bound for owner in owners):
         raise InvalidInputError(
             "the optimizer belongs to another model with a loader, or to an earlier wrapper of this one: make a "
             "new optimizer for each HeteroDataParallel"
         )
 
 
-def planner_for(
+def make_planner(
     policy: str | Planner,
     job: Job,
-    *,
     batch_norm: bool,
     restored: dict[str, Any] | None,
     store: ProfileStore | None,
-    ranks: Sequence[RankInfo],
-) -> Any:
-    """The planner, with what a saved state or else stored profiles know; `store` is None on ranks other than 0."""
-    planner: Any = policy
-    if isinstance(policy, str):
-        planner = make_planner(policy, job, batch_norm=batch_norm)
-    if store is not None and not hasattr(planner, "profiles"):
+    devices: list[str],
+) -> Planner:
+    """Make the planner, with what a saved state or else stored profiles know.
+
+    `store` is None on ranks other than 0, and where the user keeps no profiles; `devices` has a name per rank.
+    """
+    planner = policies.make_planner(policy, job, batch_norm=batch_norm) if isinstance(policy, str) else policy
+    if store is not None and not isinstance(planner, DevicePlanner):
         text = f"profiles= is ignored: policy {policy_name(policy)!r} learns no profiles"
-        warnings.warn(text, RuntimeWarning, stacklevel=4)
+        warnings.warn(text, RuntimeWarning, stacklevel=5)
     if restored is not None:
         planner.load_state_dict(restored)
-    elif store is not None and hasattr(planner, "start_from"):
+    elif store is not None and isinstance(planner, DevicePlanner):
         try:
-            planner.start_from(store.load([rank.device for rank in ranks]))
+            planner.start_from(store.load(devices))
         except StateError as error:  # not worth a run: the ranks are learned afresh
-            warnings.warn(f"stored profiles are left out: {error}", RuntimeWarning, stacklevel=4)
+            warnings.warn(f"stored profiles are left out: {error}", RuntimeWarning, stacklevel=5)
     return planner

@@ -1,223 +1,244 @@
 """Windows become plans: what the ranks tell each other, at fixed steps and beside the training.
 
-For a window that ends before step w, at the forward of step
-
-    w      every rank's measurements start to be gathered (a step later on a GPU, from where they are copied first)
-    w + 1  rank 0 learns and plans, in a thread beside the training
-    w + 2  the plan starts to be broadcast, in whole numbers
-    w + 3  it is known everywhere, and holds from the first step whose indices no rank has cut yet
-
-so none of our collectives is waited for in the step that started it.
+`core.schedule` says at which steps: gather, learn and plan in a thread on rank 0, broadcast, install. None of our
+collectives is waited for in the step that started it.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from cannikin.core.controller import window_steps
 from cannikin.core.divergence import Divergence
-from cannikin.core.records import NO_MAX, Job, Plan, Planner
-from cannikin.errors import InvalidInputError
+from cannikin.core.planner import Decision, Planner
+from cannikin.core.schedule import ANNOUNCE, GATHER, IN_FORCE, INSTALL, LEARN, Schedule
+from cannikin.core.values import NO_MAX, Job, Plan
+from cannikin.runtime.device import Device, HostCopy
 from cannikin.runtime.exchange import Exchange
-from cannikin.runtime.hostcopy import HostCopy
-from cannikin.runtime.messages import Decision, decision_length, decode_decision, encode_decision
 from cannikin.runtime.step import StepInProgress
-from cannikin.runtime.timing import Clock
-from cannikin.runtime.windows import Report, check_cuts, encode_steps, merge_windows, start_reading
+from cannikin.runtime.wire import (
+    Gathered,
+    check_cuts,
+    decode_decision,
+    empty_decision,
+    encode_decision,
+    encode_steps,
+    merge_windows,
+    start_reading,
+)
 
-__all__ = ["Coordinator"]
+__all__ = ["Coordinator", "Happened", "Unplanned"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Happened:
+    """What happened between two steps.
+
+    Args:
+        window_ended: the steps before this one were the last of a window.
+        decision: what has just been installed, and on rank 0 the measurements that it was made of.
+    """
+
+    window_ended: bool = False
+    decision: Decision | None = None
+    gathered: Gathered | None = None
+
+
+class Unplanned:
+    """Stands where a coordinator will be, until a loader is bound: there is no plan, and ranks exchange nothing."""
+
+    job: Job | None = None
+    noise_scale = math.nan
+
+    def plan_at(self, step: int) -> Plan | None:
+        """Return None: there is no plan."""
+        return None
+
+    def gain_at(self, step: int) -> float:
+        """Return what a step is worth while the noise scale is not known."""
+        return 1.0
+
+    def planner_state(self) -> dict[str, Any] | None:
+        """Return None: nothing was learned."""
+        return None
 
 
 class Coordinator:
     """Collects this rank's steps, and keeps the plans that rank 0 makes of everybody's.
 
     Args:
-        exchange, clock, job, planner: of this model.
-        prefetch_depth: batches whose indices the loader cuts ahead of the one in training, at least.
-        loaded_alone: whether nothing else goes on while a batch is loaded.
-        on_decision: called on every rank when a decision takes effect; with the window behind it on rank 0.
+        exchange, device: of this model.
+        job, planner: who plans, and what for.
+        prefetch_depth: batches whose indices the loader cuts ahead of the one in training, at least; where there are
+            none, nothing else goes on while a batch is loaded.
     """
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        clock: Clock,
-        job: Job,
-        planner: Planner,
-        *,
-        prefetch_depth: int,
-        loaded_alone: bool,
-        on_decision: Callable[[Decision, Report | None], None],
-    ) -> None:
-        self.job = job
+    def __init__(self, exchange: Exchange, device: Device, job: Job, planner: Planner, *, prefetch_depth: int) -> None:
+        self.exchange = exchange
         self.max_batch = NO_MAX  # largest local batch that this rank's memory holds, as far as is known
-        self.decision = Decision(plan=_checked(planner.plan(0), job), window_steps=window_steps(0))
-        self._exchange = exchange
+        self.schedule = Schedule(job, planner.decide(None, job, 0))
         self._planner = planner
-        self._on_decision = on_decision
-        self._clock = clock
+        self._device = device
         self._num_ahead = prefetch_depth
-        self._loaded_alone = loaded_alone
+        self._loaded_alone = prefetch_depth == 0
         self._step = 0
         self._furthest = 0  # last step that a plan was asked for, so that it has been cut
         self._num_ticks = 0
-        self._plans: list[Plan] = [self.decision.plan]
         self._steps: list[StepInProgress] = []
         self._window_start = 0
-        self._agenda: deque[tuple[int, Callable[[], None]]] = deque()
-        self._report: Report | None = None
-        self._decided: Future[Decision] | None = None
+        self._agenda: deque[tuple[int, Callable[[], Happened | None]]] = deque()
+        self._gathered: Gathered | None = None
+        self._planning: Future[Decision] | None = None
         self._thread = ThreadPoolExecutor(1, "cannikin-planner") if exchange.rank == 0 else None
-        self._num_nonfinite = 0
         self._divergence = Divergence()
-        self._failed = False
+        self._failed = self._silent = False
+
+    @property
+    def job(self) -> Job | None:
+        """What the planner may choose from, with the user's own bounds."""
+        return self.schedule.job
 
     @property
     def planner(self) -> Planner:
         """The planner, once it is done with the window it is at."""
-        if self._decided is not None:
-            self._decided.exception()
+        if self._planning is not None:
+            self._planning.exception()
         return self._planner
 
+    def planner_state(self) -> dict[str, Any] | None:
+        """Return everything that the planner has learned."""
+        return self.planner.state_dict()
+
     def plan_at(self, step: int) -> Plan:
-        """The plan in force at this step."""
+        """Return the plan in force at this step, which from now on counts as cut."""
         self._furthest = max(self._furthest, step)
-        return next((plan for plan in reversed(self._plans) if plan.first_step <= step), self._plans[0])
+        return self.schedule.plan_at(step)
+
+    def gain_at(self, step: int) -> float:
+        """Return how many steps at the initial batch this step is worth."""
+        return self.schedule.gain_at(step)
+
+    @property
+    def noise_scale(self) -> float:
+        """phi = S/G in samples, the same on every rank; NaN before it is known."""
+        noise = self.schedule.decision.noise
+        return math.nan if noise is None else noise.noise_scale
 
     def add(self, step: StepInProgress) -> None:
         """Keep a finished step for the window it belongs to."""
         self._steps.append(step)
 
     def agree(self) -> None:
-        """Every rank begins with rank 0's plan, which knows stored profiles; the others wait for it here."""
-        decision = self._decide(self._plans[0])
-        values = self._exchange.broadcast_now(encode_decision(decision))
+        """Begin with rank 0's plan on every rank, which knows stored profiles; the others wait for it here."""
+        own = self.schedule.decision
+        values = self.exchange.broadcast_now(encode_decision(own))
         # Rank 0 too, whose restored noise scale is in it: gains and rates must not differ.
-        self.begin_with(decision if self._thread is not None else decode_decision(values, reason="as rank 0 planned"))
+        self.schedule.begin_with(own if self._thread is not None else self._decode(values))
 
     def restore(self, state: dict[str, Any]) -> None:
         """Let the planner take a saved state, and begin with the plan it held."""
         self.planner.load_state_dict(state)
         self._divergence = Divergence()
-        self.begin_with(self._decide(self.planner.plan(0)))
+        self.schedule.begin_with(self.planner.decide(None, self.schedule.job, 0))
 
-    def begin_with(self, decision: Decision) -> None:
-        """Forget earlier plans: this one is in force."""
-        self.decision = decision
-        self._plans = [_checked(decision.plan, self.job)]
-
-    def tick(self, step: int) -> bool:
-        """What is due between ranks before this step's forward, the same on every rank; whether a window has ended."""
+    def tick(self, step: int) -> Happened:
+        """Do what is due between ranks before this step's forward, the same on every rank."""
         self._num_ticks += 1
         self._step = step
         self._num_ahead = max(self._num_ahead, self._furthest - step)
-        ended = len(self._steps) >= self.decision.window_steps and not self._agenda
+        ended = len(self._steps) >= self.schedule.window_steps(self._window_start) and not self._agenda
         if ended:
-            self._schedule(step)
+            self._end_window(step)
+        happened = None
         while self._agenda and self._agenda[0][0] <= self._num_ticks:
-            self._agenda.popleft()[1]()
-        return ended
+            happened = self._agenda.popleft()[1]() or happened
+        return replace(happened or Happened(), window_ended=ended)
 
-    def _schedule(self, step: int) -> None:
-        """A window has ended before this step: put what follows of it on the agenda."""
+    def _end_window(self, step: int) -> None:
+        """Put what follows of a window that has ended before this step on the agenda."""
         steps, self._steps = self._steps, []
         first_step, self._window_start = self._window_start, step
-        measured, lag = start_reading(steps), self._clock.lag
-        free_step = step + lag + 4  # the first that is cut after the plan is known, in a loop that looks not ahead
-        stages = (
-            (lag, lambda: self._gather(steps, measured)),
-            (lag + 1, lambda: self._learn(first_step, len(steps), free_step)),
-            (lag + 2, self._announce),
-            (lag + 3, self._install),
+        measured, lag = start_reading(steps, self._device), self._device.lag
+        free_step = step + lag + IN_FORCE  # in a loop that looks not ahead
+        stages: tuple[tuple[int, Callable[[], Happened | None]], ...] = (
+            (GATHER, lambda: self._gather(steps, measured)),
+            (LEARN, lambda: self._learn(first_step, len(steps), free_step)),
+            (ANNOUNCE, self._announce),
+            (INSTALL, self._install),
         )
-        self._agenda.extend((self._num_ticks + delay, action) for delay, action in stages)
+        self._agenda.extend((self._num_ticks + lag + delay, action) for delay, action in stages)
 
     def _gather(self, steps: list[StepInProgress], measured: HostCopy) -> None:
-        sent = encode_steps(steps, measured, self._clock, num_ahead=self._num_ahead, max_batch=self.max_batch)
-        self._exchange.start_gather(sent)
+        sent = encode_steps(steps, measured, self._device, num_ahead=self._num_ahead, max_batch=self.max_batch)
+        self.exchange.start_gather(sent)
 
     def _learn(self, first_step: int, num_steps: int, free_step: int) -> None:
-        sent = self._exchange.finish_gather()
+        sent = self.exchange.finish_gather()
         check_cuts(sent, first_step, num_steps)  # on every rank: all must stop where these differ
         if self._thread is not None:
-            self._decided = self._thread.submit(self._plan, sent, first_step, num_steps, free_step)
+            self._planning = self._thread.submit(self._decide, sent, first_step, num_steps, free_step)
 
-    def _plan(self, sent: torch.Tensor, first_step: int, num_steps: int, free_step: int) -> Decision:
+    def _decide(self, sent: torch.Tensor, first_step: int, num_steps: int, free_step: int) -> Decision:
         """Learn from the window and plan; a planner that fails costs its plans, not the training."""
-        report = self._report = merge_windows(sent, first_step, num_steps, loaded_alone=self._loaded_alone)
-        self._num_nonfinite += report.window.num_nonfinite
-        free_step += report.num_ahead
-        now = self._plans[-1]
+        self._gathered = gathered = merge_windows(sent, first_step, num_steps, loaded_alone=self._loaded_alone)
+        free_step += gathered.num_ahead
+        last = self.schedule.decision
+        kept = replace(last, plan=self.schedule.newest, changes=(), choice=None)
         if self._failed:
-            return self._decide(now)
+            return kept
         try:
-            self._planner.observe(report.window)
-            plan = _checked(self._planner.plan(free_step), self.job)
+            decision = self.schedule.decide(self._planner, gathered.window, free_step)
         except Exception as error:
             self._failed = True
             warnings.warn(
                 f"the planner failed at step {free_step} ({type(error).__name__}: {error}): training goes on with "
-                f"local batches {now.local_batches}, which no longer adapt; please report this",
+                f"local batches {kept.plan.local_batches}, which no longer adapt; please report this",
                 RuntimeWarning,
                 stacklevel=2,
             )
-            return self._decide(replace(now, reason=f"kept: the planner failed with {type(error).__name__}"))
-        if plan.local_batches != now.local_batches:
-            plan = replace(plan, first_step=free_step)
-        return self._decide(plan)
+            reason = f"kept: the planner failed with {type(error).__name__}"
+            return replace(kept, plan=replace(kept.plan, reason=reason))
+        return decision
 
-    def _decide(self, plan: Plan) -> Decision:
-        noise = getattr(self._planner, "noise", None)
-        # The window in which this will be known has begun: its length is meant, whatever step the training is at.
-        length = window_steps(self._window_start, self._planner)
-        decision = Decision(plan=plan, num_nonfinite=self._num_nonfinite, window_steps=length)
-        if noise is None:
-            return decision
-        return replace(decision, signal_sqnorm=float(noise.signal_sqnorm), noise_trace=float(noise.noise_trace))
+    def _warn_if_silent(self, decision: Decision) -> None:
+        """Say once where a planner lets the total batch grow and says nothing of the noise."""
+        job = self.schedule.job
+        if decision.noise is None and decision.plan.total_batch > job.batch_size and not self._silent:
+            self._silent = True
+            warnings.warn(
+                f"the planner {type(self._planner).__name__} lets the total batch grow to {decision.plan.total_batch} "
+                f"from {job.batch_size} and gives no noise estimate: learning rates that follow the gain stay as they "
+                "are, and every step counts as one in progress and epochs(); return Decision(noise=Noise(...))",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _announce(self) -> None:
-        message = torch.empty(decision_length(self.job.num_ranks), dtype=torch.int64)
-        if self._decided is not None:
-            message = encode_decision(self._decided.result())
-        self._exchange.start_broadcast(message)
+        message = empty_decision(self.schedule.job.num_ranks)
+        if self._planning is not None:
+            message = encode_decision(self._planning.result())
+        self.exchange.start_broadcast(message)
 
-    def _install(self) -> None:
-        """Every rank takes the decision at the same step, rank 0 too: schedules and progress must not differ."""
-        values = self._exchange.finish_broadcast()
-        if self._decided is None:
-            self.decision = decode_decision(values, reason="as rank 0 planned")
+    def _install(self) -> Happened:
+        """Take the decision, on every rank at the same step, rank 0 too: schedules and progress must not differ."""
+        values = self.exchange.finish_broadcast()
+        if self._planning is None:
+            decision = self._decode(values)
         else:
-            self.decision, self._decided = self._decided.result(), None
-        plan = self.decision.plan
-        if plan.local_batches != self._plans[-1].local_batches:
-            in_force = self._plans.index(self.plan_at(self._step))
-            self._plans = [*self._plans[in_force:], plan]
-        else:
-            self._plans[-1] = replace(plan, first_step=self._plans[-1].first_step)
-        warning = None if self._report is None else self._divergence.observe(self._report.window)
+            decision, self._planning = self._planning.result(), None
+            self._warn_if_silent(decision)
+        self.schedule.install(decision, self._step)
+        warning = None if self._gathered is None else self._divergence.observe(self._gathered.window)
         if warning is not None:
             warnings.warn(warning, RuntimeWarning, stacklevel=2)
-        self._on_decision(self.decision, self._report)
+        return Happened(decision=decision, gathered=self._gathered)
 
-
-def _checked(plan: Plan, job: Job) -> Plan:
-    """A plan that can be carried out, whoever made it."""
-    for name, counts in (("local batches", plan.local_batches), ("micro-batches", plan.micro_batches)):
-        if len(counts) != job.num_ranks or min(counts) < 1:
-            raise InvalidInputError(
-                f"the planner gave {name} {counts} for {job.num_ranks} ranks: it must give each rank one, of at least 1"
-            )
-    low, high = job.bounds
-    if (low > plan.local_batches).any() or (high < plan.local_batches).any():
-        raise InvalidInputError(
-            f"the planner gave local batches {plan.local_batches}, outside of the loader's local_batches or "
-            f"local_bounds, {low.tolist()} to {high.tolist()}: leave these out, or have the planner keep to them"
-        )
-    return plan
+    def _decode(self, values: torch.Tensor) -> Decision:
+        return decode_decision(values, self.schedule.job.num_ranks)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -38,6 +39,7 @@ class Exchange:
         self._source = ranks[0]
         self._gathering: tuple[Any, torch.Tensor] | None = None
         self._broadcasting: tuple[Any, torch.Tensor] | None = None
+        self._summing: list[Any] = []
 
     def start_gather(self, values: torch.Tensor) -> None:
         """Begin to collect a vector of float64, as long on every rank."""
@@ -64,10 +66,11 @@ class Exchange:
         work.wait()
         return values
 
-    def start_sum(self, value: float) -> Any:
+    def start_sum(self, value: float) -> Callable[[], float]:
         """Begin to sum a number over ranks; call the result to wait for it."""
         total = torch.tensor([value], dtype=torch.float64)
         work = dist.all_reduce(total, group=self._group, async_op=True)
+        self._summing = [*(other for other in self._summing if not other.is_completed()), work]
 
         def finish() -> float:
             work.wait()
@@ -80,6 +83,9 @@ class Exchange:
         for pending in (self._gathering, self._broadcasting):
             if pending is not None:
                 pending[0].wait()
+        for work in self._summing:
+            work.wait()
+        self._summing.clear()
 
     def broadcast_now(self, values: torch.Tensor) -> torch.Tensor:
         """Rank 0's vector, on every rank."""
@@ -107,7 +113,7 @@ class Exchange:
             self._refusals(f"rank {self.rank} could not build its loader: {error}", 0)
 
     def _refusals(self, mine: str, num_settings: int) -> list[str]:
-        """What ranks have against going on."""
+        """Return what ranks have against going on."""
         text = mine.encode()
         heads = self._gather_now(torch.tensor([len(text), num_settings]), _REFUSAL if mine else None)
         if not heads[:, 0].any():

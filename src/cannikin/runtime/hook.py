@@ -1,135 +1,182 @@
-"""The DDP communication hook: measure, weight, sum over ranks, measure again (paper, sections 4.3 and 4.4).
+"""What reduces gradients: DDP with our communication hook, which measures, weights, sums over ranks, measures again.
+
+(Paper, sections 4.3 and 4.4.) The training loop, the planner and the loader know only `Reducer`, so another way to
+reduce gradients, such as FSDP2's, is another class beside `DdpReducer`.
 
 No `from __future__ import annotations` here: DDP compares the hook's annotations with the types themselves.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
+from cannikin.errors import InvalidInputError
+from cannikin.runtime.device import Device
 from cannikin.runtime.step import StepInProgress
-from cannikin.runtime.timing import Clock
 
-__all__ = ["HookState", "share_of", "weighted_hook"]
+__all__ = ["DdpReducer", "Reducer"]
 
 Future = torch.futures.Future[torch.Tensor]
+InverseVariance = Callable[[Sequence[torch.Tensor]], torch.Tensor | None]
 
 _HALVES = (torch.float16, torch.bfloat16)  # sums of many numbers do not fit into these
 
 
-class HookState:
-    """What the hook needs between buckets.
+class Reducer(Protocol):
+    """Reduces the gradients of one module, weighted, and writes into the step in progress what it saw.
+
+    Of each reduction a step gets the moments at which it was ready and done (`ready`, `done`), and the squared norms
+    of this rank's gradient and of the sum (`local_sqnorms`, `global_sqnorms`).
+    """
+
+    group: Any  # the ranks to sum over
+    num_first_steps: int  # steps whose times do not count, since buckets are rebuilt after them
+    step: StepInProgress | None  # gradients from now on are this step's
+    unmatched: bool  # the last gradients were of a forward that no batch belongs to
+    bucket_bytes: list[int]  # what the last step's reductions carried
+
+    def syncs(self, module: Any) -> bool:
+        """Return whether the module's next backward reduces, rather than piling gradients up (`no_sync`)."""
+
+    def compare_with_previous(self) -> None:
+        """Also take the product with the gradient of the step before: all that one rank alone can learn noise from."""
+
+    @property
+    def compares(self) -> bool:
+        """Whether that product is taken, for which norms must be taken in every step."""
+
+
+class DdpReducer:
+    """DDP's buckets, each multiplied by this rank's weight and summed.
+
+        g = sum_i r_i g_i
+
+    It is the hook's state, which DDP's C++ side keeps, so it must not hold the module: neither would ever be freed.
 
     Args:
-        group: the ranks to sum over.
-        clock: takes the marks.
+        ddp: the module, without a communication hook so far.
+        device: takes the marks.
+        comm_wrapper: one of DDP's that compress (`fp16_compress_wrapper`), or None.
         inverse_variance: for norms of the preconditioned gradient, 1/v of these parameters as one flat tensor.
     """
 
     def __init__(
         self,
-        group: Any,
-        clock: Clock,
-        inverse_variance: Callable[[Sequence[torch.Tensor]], torch.Tensor | None] | None = None,
+        ddp: DistributedDataParallel,
+        device: Device,
+        *,
+        comm_wrapper: Any = None,
+        inverse_variance: InverseVariance | None = None,
     ) -> None:
-        self.group = group
-        self.clock = clock
-        self.inverse_variance = inverse_variance
+        self.group: Any = ddp.process_group
+        self.num_first_steps = 2 if ddp.static_graph else 1
         self.step: StepInProgress | None = None
-        self.bucket_bytes: list[int] = []  # what the last step's all-reduces carried
-        self.unmatched = False  # the gradients are of a forward that no batch belongs to
-        self.item_sums: dict[int, Any] = {}  # step -> a call that waits for the number of items on all ranks
-        self.previous: dict[int, torch.Tensor] | None = None  # the last step's buckets, where one rank is alone
-        # NCCL's continuation runs in the order of a stream, gloo's on a host thread of its own.
-        self.reads_sum = dist.get_rank(group) == 0  # all ranks have the same sum: rank 0 measures it for them
-        self.mark_done = clock.mark if dist.get_backend(group) == "nccl" else clock.host_mark
+        self.unmatched = False
+        self.bucket_bytes: list[int] = []
+        self._world_size = dist.get_world_size(self.group)
+        self._mark, self._mark_done = device.mark, device.end_marker(self.group)
+        self._inverse_variance = inverse_variance
+        self._previous: dict[int, torch.Tensor] | None = None  # the last step's buckets, where one rank is alone
+        self._reads_sum = dist.get_rank(self.group) == 0  # all ranks have the same sum: rank 0 measures it for them
         self._options = dist.AllreduceOptions()  # of a sum
+        self._register(ddp, comm_wrapper)
 
-    def all_reduce(self, buffer: torch.Tensor) -> Any:
+    def _register(self, ddp: Any, comm_wrapper: Any) -> None:
+        hook = DdpReducer._reduce if comm_wrapper is None else comm_wrapper(DdpReducer._reduce)
+
+        def cannikin_hook(state, bucket):  # type: ignore[no-untyped-def]
+            # DDP refuses a bf16 wrapper, by its name, where there is no CUDA; gloo carries bf16 well.
+            return hook(state, bucket)
+
+        try:
+            ddp.register_comm_hook(self, cannikin_hook)
+        except RuntimeError as error:
+            raise InvalidInputError(
+                "this DDP module has a communication hook already, and takes only one: "
+                "pass a compression wrapper as comm_wrapper= instead of registering it"
+            ) from error
+
+    def syncs(self, module: Any) -> bool:
+        """See `Reducer`."""
+        return bool(module.require_backward_grad_sync)
+
+    def compare_with_previous(self) -> None:
+        """See `Reducer`."""
+        self._previous = {}
+
+    @property
+    def compares(self) -> bool:
+        """See `Reducer`."""
+        return self._previous is not None
+
+    def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined,unused-ignore]
+        """Sum the buckets of all ranks, each multiplied by its rank's weight; note the times and the squared norms."""
+        step = self.step
+        index, buffer, is_last = bucket.index(), bucket.buffer(), bucket.is_last()
+        self.unmatched = step is None or step.has_bucket(index)
+        if step is None or self.unmatched:  # a backward that no batch of ours belongs to: plain DDP
+            return self._sum(buffer.div_(self._world_size))
+        del self.bucket_bytes[index:]  # buckets come in order; DDP makes others after the first steps
+        self.bucket_bytes.append(buffer.nbytes)
+        weight = step.share() if step.weight is None else step.weight
+        step.make_room(index + 1)
+        step.ready[index] = self._mark()
+        step.synced = True
+        take_norms, scale = step.take_norms, None
+        if take_norms and self._inverse_variance is not None:
+            scale = self._inverse_variance(bucket.parameters())
+            take_norms = scale is not None
+        if (step.entry.is_padding or weight == 0) and not step.accumulated:
+            buffer.zero_()  # not multiplied by 0: 0 x NaN is NaN
+        else:
+            if take_norms:
+                step.local_sqnorms[index] = _dot(buffer, buffer, scale)
+            if weight != 1.0:
+                buffer.mul_(weight)
+        work = self._all_reduce(buffer)
+
+        def finish(future: Any) -> torch.Tensor:
+            step.done[index] = self._mark_done()
+            result: torch.Tensor = future.value()[0]
+            if not self._reads_sum:
+                return result
+            if take_norms:
+                if scale is not None and scale.is_cuda:  # torch may run this on a stream of its own
+                    scale.record_stream(torch.cuda.current_stream(scale.device))
+                # A place for each bucket, no running sum: gloo ends two all-reduces at once, on two threads.
+                step.global_sqnorms[index] = _dot(result, result, scale)
+                if self._previous is not None:
+                    step.previous_dots[index] = _compare(self._previous, index, result, scale)
+            elif is_last and step.loss_scale is None:  # a GradScaler notices by itself what is not finite
+                step.sample = _sample(result)
+            return result
+
+        result: Future = work.get_future().then(finish)
+        return result
+
+    def _all_reduce(self, buffer: torch.Tensor) -> Any:
         """Begin to sum a buffer over ranks: `dist.all_reduce` without what Python does around it in every step."""
         if buffer.is_complex():
             return dist.all_reduce(buffer, group=self.group, async_op=True)
         return self.group.allreduce([buffer], self._options)
 
-
-def weighted_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined,unused-ignore]
-    """Sum the buckets of all ranks, each multiplied by its rank's weight; note the times and the squared norms.
-
-    g = sum_i r_i g_i
-    """
-    step, clock = state.step, state.clock
-    index, buffer, is_last = bucket.index(), bucket.buffer(), bucket.is_last()
-    state.unmatched = step is None or step.has_bucket(index)
-    if step is None or state.unmatched:  # a backward that no batch of ours belongs to: plain DDP
-        return _sum(state, buffer.div_(dist.get_world_size(state.group)))
-    del state.bucket_bytes[index:]  # buckets come in order; DDP makes others after the first steps
-    state.bucket_bytes.append(buffer.nbytes)
-    weight = share_of(state, step) if step.weight is None else step.weight
-    step.make_room(index + 1)
-    step.ready[index] = clock.mark()
-    step.synced = True
-    take_norms, scale = step.take_norms, None
-    if take_norms and state.inverse_variance is not None:
-        scale = state.inverse_variance(bucket.parameters())
-        take_norms = scale is not None
-    if (step.entry.is_padding or weight == 0) and not step.accumulated:
-        buffer.zero_()  # not multiplied by 0: 0 x NaN is NaN
-    else:
-        if take_norms:
-            step.local_sqnorms[index] = _dot(buffer, buffer, scale)
-        if weight != 1.0:
-            buffer.mul_(weight)
-    work = state.all_reduce(buffer)
-
-    def finish(future: Any) -> torch.Tensor:
-        step.done[index] = state.mark_done()
-        result: torch.Tensor = future.value()[0]
-        if not state.reads_sum:
-            return result
-        if take_norms:
-            if scale is not None and scale.is_cuda:  # torch may run this on a stream of its own
-                scale.record_stream(torch.cuda.current_stream(scale.device))
-            # A place for each bucket, no running sum: gloo ends two all-reduces at once, on two threads.
-            step.global_sqnorms[index] = _dot(result, result, scale)
-            if state.previous is not None:
-                step.previous_dots[index] = _compare(state.previous, index, result, scale)
-        elif is_last and step.loss_scale is None:  # a GradScaler notices by itself what is not finite
-            step.sample = _sample(result)
+    def _sum(self, buffer: torch.Tensor) -> Future:
+        result: Future = self._all_reduce(buffer).get_future().then(lambda future: future.value()[0])
         return result
-
-    result: Future = work.get_future().then(finish)
-    return result
-
-
-def share_of(state: HookState, step: StepInProgress) -> float:
-    """This rank's part of the step's samples, or of its items, for whose sum over ranks this waits once."""
-    entry = step.entry
-    if entry.items is None:
-        return entry.local_batch / entry.total_batch
-    if step.item_total is None:
-        step.item_total = float(state.item_sums.pop(entry.step)())
-        by_samples, by_items = entry.local_batch * step.item_total, entry.items * entry.total_batch
-        # The estimate counts samples: it would take a share of items for noise.
-        step.take_norms = step.take_norms and abs(by_items - by_samples) < 0.01 * by_samples
-    return entry.items / step.item_total if step.item_total > 0 else 0.0
-
-
-def _sum(state: HookState, buffer: torch.Tensor) -> Future:
-    result: Future = state.all_reduce(buffer).get_future().then(lambda future: future.value()[0])
-    return result
 
 
 def _dot(left: torch.Tensor, right: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """sum(left * right * scale), in float32 at least."""
+    """Return sum(left * right * scale), in float32 at least."""
     if left.dtype in _HALVES:
         left, right = left.float(), right.float()
     return torch.dot(left, right) if scale is None else torch.dot(left * right, scale.to(left.dtype))
 
 
 def _sample(gradient: torch.Tensor) -> torch.Tensor:
-    """A sum over 64 stretches of it: not finite where one of them is not, and as good as free.
+    """Return a sum over 64 stretches of it: not finite where one of them is not, and as good as free.
 
     Of the last bucket, which has the first layers: what is not finite anywhere in backward comes down to them.
     """
@@ -142,7 +189,7 @@ def _sample(gradient: torch.Tensor) -> torch.Tensor:
 def _compare(
     previous: dict[int, torch.Tensor], index: int, bucket: torch.Tensor, scale: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """g . g' with the bucket of the step before, which this one takes the place of."""
+    """Return g . g' with the bucket of the step before, which this one takes the place of."""
     before = previous.get(index)
     if before is None or before.shape != bucket.shape or before.dtype != bucket.dtype:  # DDP has rebuilt its buckets
         previous[index] = bucket.clone()

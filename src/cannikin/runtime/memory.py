@@ -8,51 +8,18 @@ from __future__ import annotations
 
 import sys
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
-from cannikin.core.records import NO_MAX
+from cannikin.core.values import NO_MAX
+from cannikin.runtime.device import Memory
 
-__all__ = ["CudaMemory", "Memory", "MemoryGauge", "advise_when_uncaught", "is_out_of_memory", "largest_batch"]
+__all__ = ["MemoryGauge", "advise_when_uncaught", "is_out_of_memory", "largest_batch"]
 
 _HEADROOM = 0.9  # of the memory there is: fragments, libraries' workspaces and the unforeseen need the rest
 _FIRST_STEPS = 2  # before the optimizer has its state, a step needs less than it will
-
-
-class Memory(Protocol):
-    """A device's memory as this process sees it, in bytes."""
-
-    def allocated(self) -> int:
-        """In use by tensors now."""
-
-    def peak(self) -> int:
-        """The most that ever was."""
-
-    def limit(self) -> int:
-        """What this process may take in all."""
-
-
-class CudaMemory:
-    """`torch.cuda`'s own statistics."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def allocated(self) -> int:
-        """See `Memory`."""
-        return torch.cuda.memory_allocated(self._device)
-
-    def peak(self) -> int:
-        """See `Memory`."""
-        return torch.cuda.max_memory_allocated(self._device)
-
-    def limit(self) -> int:
-        """What is free now and what torch has taken already, within a fraction that the user set."""
-        free, total = torch.cuda.mem_get_info(self._device)
-        fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)(self._device)
-        return int(min(free + torch.cuda.memory_reserved(self._device), fraction * total))
 
 
 def largest_batch(batches: list[int], peaks: list[int], limit: int) -> int:
@@ -111,7 +78,7 @@ class MemoryGauge:
         bound = self.largest if 0 < self.largest < local_batch else max(1, local_batch // 2)
         return (
             f"cannikin: rank {rank} ran out of memory with a local batch of {local_batch} ({fits}). Bound it: "
-            f"HeteroDataLoader(..., local_bounds=(1, {bound})), or one pair a rank; or cut the batch with "
+            f"HeteroDataLoader(..., local_bounds=(1, {bound})), or one pair per rank; or cut the batch with "
             "model.micro_batches(batch)"
         )
 

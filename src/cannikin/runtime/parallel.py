@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree as pytree
 
-from cannikin.core.records import Plan, Planner
+from cannikin.core.values import Plan
 from cannikin.errors import InvalidInputError
-from cannikin.runlog import Observer
-from cannikin.runtime.arguments import check_model, check_names
-from cannikin.runtime.engine import attach
+from cannikin.runtime.engine import Engine
+from cannikin.runtime.options import DdpOptions, Options, check_model, check_names
 from cannikin.runtime.weighting import has_batch_norm
 
-__all__ = ["HeteroDataParallel", "ensure_process_group"]
+__all__ = ["HeteroDataParallel", "attach", "ensure_process_group"]
 
 _log = logging.getLogger("cannikin")
 
@@ -52,53 +47,20 @@ class HeteroDataParallel(DistributedDataParallel):
     Args:
         module: the network, on its device.
         optimizer: what steps its parameters.
-        policy: "cannikin", "even", "lb-bsp", "adaptdl", "paper" or a `Planner`; CANNIKIN_POLICY in the environment
-            overrides the default.
-        weighting: "auto", "hook", "loss" or "none" (see `weighting`).
-        lr_rule: "auto", "adascale", "adamscale", "linear", "sqrt", "legw" or "none".
-        warmup_steps: length of LEGW's warm-up at the initial batch.
-        grad_scaler: the `torch.amp.GradScaler` in use, if any.
-        comm_wrapper: DDP's `fp16_compress_wrapper` or `bf16_compress_wrapper`.
-        observers: told of every window, plan and event, on rank 0.
-        run_dir: folder for the run log, `runlog.jsonl`; None writes nothing.
-        profiles: file of what earlier runs learned about devices, to start from and to add to; None for neither.
-        **ddp_kwargs: passed on to DDP.
+        **options: see `Options`; all other keywords are passed on to DDP.
     """
 
     def __init__(
-        self,
-        module: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        policy: str | Planner | None = None,
-        weighting: str = "auto",
-        lr_rule: str = "auto",
-        warmup_steps: float = 0.0,
-        grad_scaler: Any = None,
-        comm_wrapper: Any = None,
-        observers: Sequence[Observer] = (),
-        run_dir: str | Path | None = None,
-        profiles: str | Path | None = None,
-        **ddp_kwargs: Any,
+        self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, **options: Unpack[DdpOptions]
     ) -> None:
         check_model(module, optimizer)
-        check_names(HeteroDataParallel, DistributedDataParallel, ddp_kwargs)
-        device = next(module.parameters()).device
-        ensure_process_group(device)
+        own = Options.__annotations__
+        check_names("HeteroDataParallel", own, DistributedDataParallel, options)
+        ensure_process_group(next(module.parameters()).device)
+        ddp_kwargs = {name: value for name, value in options.items() if name not in own}
         super().__init__(module, **_buffer_options(module, ddp_kwargs))
-        self.engine = attach(
-            self,
-            optimizer,
-            policy=policy,
-            weighting=weighting,
-            lr_rule=lr_rule,
-            warmup_steps=warmup_steps,
-            grad_scaler=grad_scaler,
-            comm_wrapper=comm_wrapper,
-            observers=observers,
-            run_dir=run_dir,
-            profiles=profiles,
-        )
+        ours: Any = {name: value for name, value in options.items() if name in own}
+        self.engine = Engine(self, optimizer, **ours)
         if self.engine.rank == 0:
             _log.info("%s; %s", self.engine.weighting_reason, self.engine.lr_reason)
 
@@ -109,7 +71,7 @@ class HeteroDataParallel(DistributedDataParallel):
         try:
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except Exception as error:
-            self.engine.explain(error)
+            self.engine.loop.explain(error)
             raise
 
     def __getstate__(self) -> dict[str, Any]:
@@ -165,7 +127,7 @@ class HeteroDataParallel(DistributedDataParallel):
         self.engine.use_batch(local, total)
 
     def weighted_mean(self, value: torch.Tensor | float) -> torch.Tensor:
-        """The mean over all samples of a per-rank mean, such as the loss of the step in training.
+        """Return the mean over all samples of a per-rank mean, such as the loss of the step in training.
 
             sum_i (b_i/B) x_i
 
@@ -183,23 +145,28 @@ class HeteroDataParallel(DistributedDataParallel):
             batch: tensors of one length in dimension 0, in any nesting.
             num_parts: how many; where left out, as many as this rank's memory asks for, as far as is known.
         """
-        tensors = [x for x in pytree.tree_leaves(batch) if isinstance(x, torch.Tensor)]
-        if not tensors:
-            raise InvalidInputError("micro_batches() got no tensor to cut")
-        size = len(tensors[0])
-        if num_parts is None:
-            num_parts = self.engine.num_parts(size)
-        bounds = torch.linspace(0, size, max(1, min(num_parts, size)) + 1).round().long().tolist()
-        synced = self.require_backward_grad_sync  # False in an outer no_sync
-        try:
-            for start, end in itertools.pairwise(bounds):
-                last = end == size
-                part = pytree.tree_map(lambda x: x[start:end] if isinstance(x, torch.Tensor) else x, batch)  # noqa: B023
-                self.engine.begin_part(part, (end - start) / size, synced=synced)
-                with nullcontext() if last else self.no_sync():
-                    yield part
-        finally:
-            self.engine.end_parts()
+        return self.engine.micro_batches(batch, num_parts)
+
+
+def attach(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, **options: Unpack[Options]) -> Engine:
+    """Make an existing DDP module adaptive, for instance one that a framework built.
+
+    With BatchNorm in it, DDP's broadcast of rank 0's buffers is switched off: they become the weighted mean over ranks.
+
+    Args:
+        ddp: the module, before its first training step and without a communication hook of its own.
+        optimizer: the one that steps its parameters.
+        **options: see `Options`.
+    """
+    if not isinstance(ddp, DistributedDataParallel):
+        raise InvalidInputError(
+            f"attach() got a {type(ddp).__name__}, not a DistributedDataParallel: wrap the module first; a framework "
+            "does so once it runs on several processes, for instance under torchrun"
+        )
+    engine = Engine(ddp, optimizer, **options)
+    if engine.has_batch_norm:
+        ddp.broadcast_buffers = False
+    return engine
 
 
 def _buffer_options(module: torch.nn.Module, ddp_kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -15,10 +15,11 @@ from typing import Any, Protocol, cast
 import numpy as np
 import torch
 
-from cannikin.core.records import Plan
+from cannikin.core.cutting import Bookmark, EpochState, cut, make_job, num_steps
+from cannikin.core.values import Job, Plan
 from cannikin.errors import InvalidInputError, StateError
-from cannikin.runtime.cutting import Bookmark, EpochState, cut, num_steps
-from cannikin.runtime.entries import BatchEntry, BatchSource, Feed
+from cannikin.runtime.options import LoaderOptions
+from cannikin.runtime.step import BatchEntry, BatchSource, Feed, Trainer
 
 __all__ = [
     "CutStep",
@@ -27,39 +28,56 @@ __all__ = [
     "Passes",
     "Source",
     "StreamSource",
-    "bind_settings",
-    "check_length",
     "epoch_order",
-    "feed_has_batch_norm",
-    "feed_of",
+    "job_of",
     "refusing",
+    "trainer_of",
 ]
 
-FEED_NAMES = tuple(name for name in vars(Feed) if not name.startswith("_"))
+TRAINER_NAMES = tuple(name for name in vars(Trainer) if not name.startswith("_"))
 
 
-def feed_of(model: object) -> Feed:
-    """The engine of a HeteroDataParallel, or the engine itself."""
+def trainer_of(model: object) -> Trainer:
+    """Return the engine of a HeteroDataParallel, or the engine itself."""
     engine = getattr(model, "engine", model)
-    missing = [name for name in FEED_NAMES if not hasattr(engine, name)]
+    missing = [name for name in TRAINER_NAMES if not hasattr(engine, name)]
     if missing:
         raise InvalidInputError(
             f"model is a {type(model).__name__}, which has no cannikin engine: pass the cannikin.HeteroDataParallel "
             "that trains on this data, or what cannikin.attach(ddp, optimizer) returned"
         )
-    return cast(Feed, engine)
+    return cast(Trainer, engine)
 
 
 @contextmanager
-def refusing(feed: Feed) -> Iterator[None]:
-    """Around what comes before `bind`: an error of this rank alone reaches the others, which wait for it there."""
+def refusing(trainer: Trainer) -> Iterator[None]:
+    """Let an error of this rank alone reach the others, which wait for it in `bind`, before it is raised here."""
     try:
         yield
     except Exception as error:
-        refuse = getattr(feed, "refuse", None)
-        if refuse is not None:
-            refuse(error)
+        trainer.refuse(error)
         raise
+
+
+def job_of(trainer: Trainer, num_samples: int | None, batch_size: int, options: LoaderOptions) -> Job:
+    """Return what the planner may choose from, out of a loader's options; refuse data that would make no step."""
+    job = make_job(
+        num_ranks=trainer.world_size,
+        batch_size=batch_size,
+        max_batch_size=options.get("max_batch_size"),
+        local_batches=options.get("local_batches"),
+        local_bounds=options.get("local_bounds"),
+        num_samples=num_samples,
+        has_batch_norm=trainer.has_batch_norm,
+    )
+    if num_samples == 0:
+        raise InvalidInputError("the dataset is empty: there is nothing to train on; check its path or split")
+    if options.get("drop_last", False) and num_samples is not None and num_samples < job.batch_size:
+        raise InvalidInputError(
+            f"drop_last=True on a dataset of {num_samples} samples, less than one batch of "
+            f"batch_size={job.batch_size}, leaves no step: lower batch_size or set drop_last=False"
+        )
+    return job
 
 
 def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> torch.Tensor:
@@ -97,13 +115,15 @@ class Cutter:
     """Cuts the steps of one pass in turn, asking for each step's plan as it goes.
 
     Args:
-        feed: the engine, which knows the plans.
+        feed: what the loader is bound to, which knows the plans.
+        rank: whose slices these are.
         drop_last: leave out a last batch shorter than the plan's total.
         min_local: fewest samples a rank should get of a short last batch.
     """
 
-    def __init__(self, feed: Feed, *, drop_last: bool, min_local: int) -> None:
+    def __init__(self, feed: Feed, rank: int, *, drop_last: bool, min_local: int) -> None:
         self._feed = feed
+        self._rank = rank
         self._drop_last = drop_last
         self._min_local = min_local
         self._step = feed.next_step
@@ -120,10 +140,9 @@ class Cutter:
         """The step at `position` with `remaining` samples left, after `look`; None where the pass is over."""
         plan = self.plan
         assert plan is not None, "look() comes first"
-        assert len(plan.local_batches) == self._feed.world_size, f"{plan} is not for {self._feed.world_size} ranks"
         if remaining == 0 or (self._drop_last and remaining < plan.total_batch):
             return None
-        start, count = cut(plan.local_batches, remaining, min_local=self._min_local)[self._feed.rank]
+        start, count = cut(plan.local_batches, remaining, min_local=self._min_local)[self._rank]
         total = min(plan.total_batch, remaining)
         entry = BatchEntry(step=self._step, local_batch=count, total_batch=total, is_padding=count == 0)
         self._step += 1
@@ -206,7 +225,7 @@ class Passes:
     """Pass after pass over the data: what sampler and loader share.
 
     Args:
-        feed: the engine.
+        trainer: the engine, not bound yet.
         source: where samples come from.
         bookmark: where in the data the passes are.
         num_samples: length of an epoch; None where unknown.
@@ -214,21 +233,32 @@ class Passes:
     """
 
     def __init__(
-        self, feed: Feed, source: Source, *, bookmark: Bookmark, num_samples: int | None, drop_last: bool
+        self, trainer: Trainer, source: Source, *, bookmark: Bookmark, num_samples: int | None, drop_last: bool
     ) -> None:
         self.bookmark = bookmark
-        self._feed = feed
+        self._trainer = trainer
         self._source = source
         self._num_samples = num_samples
         self._drop_last = drop_last
         self._cutter: Cutter | None = None
 
+    def bind(self, loader: BatchSource, job: Job) -> Feed:
+        """Bind the loader whose passes these are to its model, and return what it hands batches out to."""
+        # What ranks must agree on beside the job: an order of samples, and when plans take effect.
+        settings = {name: n for name, n in self.bookmark.state_dict().items() if name not in ("epoch", "position")}
+        settings["drop_last"] = int(self._drop_last)
+        settings["prefetch_depth"] = loader.prefetch_depth
+        settings["item_count"] = int(loader.item_count is not None)
+        self.feed = self._trainer.bind(loader, job, settings)
+        return self.feed
+
     def steps(self) -> Iterator[tuple[CutStep, list[Any]]]:
         """One pass. A resumed pass of which nothing is left becomes one over the next epoch."""
         while True:
             state = self.bookmark.begin()
-            min_local = 2 if feed_has_batch_norm(self._feed) else 1
-            cutter = self._cutter = Cutter(self._feed, drop_last=self._drop_last, min_local=min_local)
+            min_local = 2 if self._trainer.has_batch_norm else 1
+            cutter = Cutter(self.feed, self._trainer.rank, drop_last=self._drop_last, min_local=min_local)
+            self._cutter = cutter
             yield from self._source.steps(state, cutter)
             if cutter.num_cut or not state.position:
                 return
@@ -240,36 +270,9 @@ class Passes:
         cutter = self._cutter
         if self.bookmark.underway and cutter is not None and cutter.num_cut and cutter.plan is not None:
             return cutter.num_cut + self._steps_from(cutter.position, cutter.plan)
-        plan = self._feed.plan_at(self._feed.next_step)
+        plan = self.feed.plan_at(self.feed.next_step)
         return self._steps_from(self.bookmark.next.position, plan) or self._steps_from(0, plan)
 
     def _steps_from(self, position: int, plan: Plan) -> int:
         remaining = max(0, (self._num_samples or 0) - position)
         return num_steps(remaining, plan.total_batch, drop_last=self._drop_last)
-
-
-def feed_has_batch_norm(feed: Feed) -> bool:
-    """Whether the model has BatchNorm layers, as far as the engine says."""
-    return bool(getattr(feed, "has_batch_norm", False))
-
-
-def check_length(num_samples: int, batch_size: int, *, drop_last: bool) -> None:
-    """Refuse data that would make no step."""
-    if num_samples == 0:
-        raise InvalidInputError("the dataset is empty: there is nothing to train on; check its path or split")
-    if drop_last and num_samples < batch_size:
-        raise InvalidInputError(
-            f"drop_last=True on a dataset of {num_samples} samples, less than one batch of batch_size={batch_size}, "
-            "leaves no step: lower batch_size or set drop_last=False"
-        )
-
-
-def bind_settings(source: BatchSource, bookmark: Bookmark, *, drop_last: bool) -> dict[str, int]:
-    """What ranks must agree on beside the job: an order of samples, and when plans take effect."""
-    identity = {name: number for name, number in bookmark.state_dict().items() if name not in ("epoch", "position")}
-    return {
-        **identity,
-        "drop_last": int(drop_last),
-        "prefetch_depth": source.prefetch_depth,
-        "item_count": int(source.item_count is not None),
-    }

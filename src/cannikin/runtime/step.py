@@ -1,16 +1,223 @@
-"""One step on one rank, while it happens: its entry, its weight, its moments and its norms."""
+"""What a step is on one rank: the batch that the loader hands out, its place in the queue, and what is noted of it.
+
+A batch that the loader hands out waits in a queue; the first training forward after the backward of the batch before
+takes it, so a loop that looks one batch ahead stays right. From then on it is the step in progress, into which hooks
+around forward, gradients and optimizer write, until it is closed and becomes a record.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 
-from cannikin.runtime.entries import BatchEntry
-from cannikin.runtime.timing import Clock
+from cannikin.core.values import Job, Plan
+from cannikin.errors import BatchMatchError
+from cannikin.runtime.device import Device
 
-__all__ = ["StepInProgress", "StepRecord"]
+__all__ = [
+    "BatchEntry",
+    "BatchQueue",
+    "BatchSource",
+    "Feed",
+    "Part",
+    "StepInProgress",
+    "StepRecord",
+    "Trainer",
+    "check_size",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchEntry:
+    """One batch as the loader handed it out on this rank.
+
+    Args:
+        step: number of the step since training began, the same on all ranks.
+        local_batch: b_i, this rank's samples in it; 0 where it is padding.
+        total_batch: B of this step, which is less than the plan's for a short last batch.
+        is_padding: there were fewer samples than ranks: this rank takes part with weight 0.
+        items: weight of this rank's batch in items (tokens), where the user counts those; None counts samples.
+        item_total: waits for the sum of `items` over all ranks; None counts samples.
+        checked: whether dimension 0 of forward's first tensor must be `local_batch`.
+        load_s: how long the loop waited for it.
+        loaded_alone: whether nothing else went on meanwhile, as in a loader without workers.
+    """
+
+    step: int
+    local_batch: int
+    total_batch: int
+    is_padding: bool = False
+    items: float | None = None
+    item_total: Callable[[], float] | None = field(default=None, compare=False)
+    checked: bool = True
+    load_s: float = field(default=0.0, compare=False)
+    loaded_alone: bool = field(default=False, compare=False)
+
+
+class BatchSource(Protocol):
+    """What an engine needs of a loader."""
+
+    @property
+    def prefetch_depth(self) -> int:
+        """Batches whose indices may be cut before the batch in training was yielded."""
+
+    item_count: Callable[[Any], float] | None
+
+    @property
+    def epoch(self) -> int:
+        """The epoch underway; between passes the one that the next `iter()` begins."""
+
+
+class Feed(Protocol):
+    """What a loader needs of a model that it is bound to."""
+
+    def plan_at(self, step: int) -> Plan:
+        """Return the plan in force at this step, asked when the step's indices are cut; it may be asked repeatedly."""
+
+    @property
+    def next_step(self) -> int:
+        """Number of the first step that no batch has been handed out for yet."""
+
+    def hand_out(self, entry: BatchEntry) -> None:
+        """Take note of a batch that is being yielded: its backward is to be weighted and measured."""
+
+    def begin_epoch(self, epoch: int, position: int) -> None:
+        """Begin a new iteration, at this sample of this epoch on every rank.
+
+        Batches of an abandoned one that were never trained on are forgotten.
+        """
+
+    def complete_epoch(self) -> None:
+        """Take note that every batch of the epoch was handed out, on all ranks: buffers may be made to agree."""
+
+    def end_epoch(self) -> None:
+        """End the iteration: nothing of ours may be left outstanding. No new collective may start here."""
+
+
+class Trainer(Protocol):
+    """What a loader needs of a model before it is bound to it."""
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the model's process group."""
+
+    @property
+    def world_size(self) -> int:
+        """n."""
+
+    @property
+    def has_batch_norm(self) -> bool:
+        """Whether ranks normalise by statistics of their own batch."""
+
+    def refuse(self, error: Exception) -> None:
+        """Tell the other ranks, which wait in `bind`, that this one cannot build its loader; the caller raises."""
+
+    def bind(self, source: BatchSource, job: Job, settings: dict[str, int]) -> Feed:
+        """Take this loader as the source of batches: check on all ranks that job and settings agree, make the planner.
+
+        Raises the same error on every rank, within seconds of the last one's arrival.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A micro-batch in hand: its share of the local batch, and whether the last one will be synchronised."""
+
+    share: float
+    synced: bool
+
+
+class BatchQueue:
+    """Batches that were handed out and not trained on yet, oldest first."""
+
+    def __init__(self) -> None:
+        self.next_step = 0  # the first that no batch has been handed out for
+        self._entries: deque[BatchEntry] = deque()
+        self._num_ahead = 0  # batches that were handed out already when the one in training was taken
+        self._is_complete = True  # the loader has handed out all of its pass
+        self._first_step = 0  # of the pass
+        self._is_trained_on = False  # some batch of the pass has been taken
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def num_taken(self) -> int:
+        """Number of the first step that has not been taken yet."""
+        return self.next_step - len(self._entries)
+
+    @property
+    def newest(self) -> BatchEntry | None:
+        """The batch that was handed out last, unless it has been taken."""
+        return self._entries[-1] if self._entries else None
+
+    def add(self, entry: BatchEntry) -> None:
+        """Put a batch that is being yielded at the end."""
+        self._entries.append(entry)
+        self.next_step = entry.step + 1
+
+    def describe(self, local: int, total: int) -> BatchEntry:
+        """Say what the next batch holds, in place of what the loader said where it has handed one out; return it.
+
+        The first dimension of such a batch is not checked: it may have been filtered, or have samples elsewhere.
+        """
+        if self._entries and self._entries[0].checked:
+            said = {"local_batch": local, "total_batch": total, "items": None, "item_total": None, "checked": False}
+            self._entries[0] = replace(self._entries[0], **said)  # type: ignore[arg-type]
+            return self._entries[0]
+        self.add(BatchEntry(step=self.next_step, local_batch=local, total_batch=total, checked=False))
+        return self._entries[-1]
+
+    def begin_pass(self) -> None:
+        """Forget the batches of an abandoned pass that were never trained on.
+
+        Those of a complete one are kept: a loop may look one batch ahead across the end of an epoch. Not so where none
+        of several was trained on: that was an evaluation on the training data.
+        """
+        if not self._is_complete or (not self._is_trained_on and len(self._entries) > 1):
+            self._entries.clear()
+        self._num_ahead = -1  # also forget a batch that had its forward but never its backward
+        self._is_complete = self._is_trained_on = False
+        self._first_step = self.next_step
+
+    def complete_pass(self) -> None:
+        """Take note that every batch was handed out."""
+        self._is_complete = True
+
+    def is_over(self, step: StepInProgress | None) -> bool:
+        """Return whether the next forward is another batch's: after backward, or where a batch was passed over.
+
+        Several forwards may go before one backward; but no batch is handed out between them.
+        """
+        return step is None or step.backward_began or len(self._entries) > self._num_ahead
+
+    def take(self) -> BatchEntry:
+        """Take the oldest batch out."""
+        if not self._entries:
+            raise BatchMatchError(
+                "no batch was handed out for this forward pass: iterate over this model's own HeteroDataLoader, "
+                "or call model.use_batch(local, total) before forward"
+            )
+        entry = self._entries.popleft()
+        self._num_ahead = len(self._entries)
+        self._is_trained_on = self._is_trained_on or entry.step >= self._first_step
+        return entry
+
+
+def check_size(entry: BatchEntry, args: Any, kwargs: Any) -> None:
+    """Refuse a forward whose first tensor has not as many samples as the batch has."""
+    if not entry.checked or entry.is_padding:
+        return
+    tensor = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.ndim > 0), None)
+    if tensor is not None and tensor.shape[0] != entry.local_batch:
+        raise BatchMatchError(
+            f"forward got {tensor.shape[0]} samples in dimension 0, the loader handed out {entry.local_batch} for "
+            f"step {entry.step}: feed each batch as it comes, or call model.use_batch(local, total) before forward"
+        )
 
 
 @dataclass(slots=True)
@@ -50,6 +257,18 @@ class StepInProgress:
         """Samples that went through the network at once, at most."""
         return self.part_size or self.entry.local_batch
 
+    def share(self) -> float:
+        """Return this rank's part of the step's samples, or of its items, for whose sum over ranks this waits once."""
+        entry = self.entry
+        if entry.items is None or entry.item_total is None:
+            return entry.local_batch / entry.total_batch
+        if self.item_total is None:
+            self.item_total = entry.item_total()
+            by_samples, by_items = entry.local_batch * self.item_total, entry.items * entry.total_batch
+            # The estimate counts samples: it would take a share of items for noise.
+            self.take_norms = self.take_norms and abs(by_items - by_samples) < 0.01 * by_samples
+        return entry.items / self.item_total if self.item_total > 0 else 0.0
+
     def unwatch(self) -> None:
         """Let go of forward's outputs, which may outlive the step."""
         for handle in self.watches:
@@ -57,17 +276,17 @@ class StepInProgress:
         self.watches.clear()
 
     def make_room(self, num_buckets: int) -> None:
-        """Places for the moments and norms of this many buckets."""
+        """Make places for the moments and norms of this many buckets."""
         kinds = (self.local_sqnorms, self.global_sqnorms, self.previous_dots)
         for places in (self.ready, self.done, *kinds):
             places.extend([None] * (num_buckets - len(places)))
 
     def has_bucket(self, index: int) -> bool:
-        """Whether this bucket's gradient has come already, which it does once a step."""
+        """Return whether this bucket's gradient has come already, which it does once per step."""
         return index < len(self.ready) and self.ready[index] is not None
 
     def norms(self) -> list[list[torch.Tensor]]:
-        """|g_i|^2, |g|^2, g . g' with the step before, by bucket and on its device, and a sample; [] if not taken."""
+        """Return |g_i|^2, |g|^2, g . g' by bucket and on the device, and a sample; [] each where it was not taken."""
         kinds = (self.local_sqnorms, self.global_sqnorms, self.previous_dots, [self.sample])
         # Not `None in parts`, which compares tensors with None.
         found = [[part for part in parts if part is not None] for parts in kinds]
@@ -78,21 +297,21 @@ class StepInProgress:
         """Whether the batch has been used up: the next training forward belongs to the next entry."""
         return self.backward_start is not None or self.synced
 
-    def close(self, clock: Clock) -> StepRecord:
-        """Durations instead of marks."""
+    def close(self, device: Device) -> StepRecord:
+        """Return durations instead of marks."""
         finished = self.synced and self.optimizer_end is not None and None not in self.done
         if not finished or self.forward_start is None or self.backward_start is None:
             return StepRecord(valid=False)
         load_s = self.entry.load_s
-        before = clock.seconds(self.forward_start, self.backward_start)
-        before += clock.seconds(self.optimizer_start, self.optimizer_end)
-        done = [clock.seconds(self.backward_start, mark) for mark in self.done]
-        other = max(0.0, clock.seconds(self.backward_start, self.optimizer_start) - max(done))
+        before = device.seconds(self.forward_start, self.backward_start)
+        before += device.seconds(self.optimizer_start, self.optimizer_end)
+        done = [device.seconds(self.backward_start, mark) for mark in self.done]
+        other = max(0.0, device.seconds(self.backward_start, self.optimizer_start) - max(done))
         if self.previous_end is not None:
-            other += max(0.0, clock.seconds(self.previous_end, self.forward_start) - load_s)
+            other += max(0.0, device.seconds(self.previous_end, self.forward_start) - load_s)
         return StepRecord(
             before_s=before + (load_s if self.entry.loaded_alone else 0.0),
-            ready_s=[clock.seconds(self.backward_start, mark) for mark in self.ready],
+            ready_s=[device.seconds(self.backward_start, mark) for mark in self.ready],
             done_s=done,
             load_s=load_s,
             other_s=other,

@@ -6,6 +6,10 @@
     "none"   the hook averages as DDP does, for models that normalise by the global count themselves
 
 All but "none" assume a loss that is a mean over the local batch.
+
+BatchNorm's running statistics are weighted too. DDP gives every rank the buffers of rank 0, whose batch may be the
+smallest; we leave each rank its own while it trains, and make them the weighted mean over ranks at the end of a window
+and of an epoch.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from cannikin.errors import InvalidInputError
@@ -23,6 +28,7 @@ from cannikin.runtime.step import StepInProgress
 
 __all__ = [
     "WEIGHTINGS",
+    "RunningStatistics",
     "choose_weighting",
     "has_batch_norm",
     "refuse_sparse",
@@ -35,7 +41,7 @@ WEIGHTINGS = ("auto", "hook", "loss", "none")
 
 
 def choose_weighting(weighting: str, module: torch.nn.Module) -> tuple[str, str]:
-    """The weighting in force, and a sentence that says why."""
+    """Return the weighting in force, and a sentence that says why."""
     if weighting not in WEIGHTINGS:
         raise InvalidInputError(f"weighting={weighting!r} is unknown: choose one of {', '.join(WEIGHTINGS)}")
     if weighting != "auto":
@@ -45,14 +51,8 @@ def choose_weighting(weighting: str, module: torch.nn.Module) -> tuple[str, str]
     return "hook", "weighting='hook': buckets are weighted by local over total batch"
 
 
-def has_batch_norm(module: torch.nn.Module) -> bool:
-    """Whether ranks normalise by statistics of their own batch."""
-    kinds = (torch.nn.modules.batchnorm._BatchNorm,)
-    return any(isinstance(m, kinds) and not isinstance(m, torch.nn.SyncBatchNorm) for m in module.modules())
-
-
 def refuse_sparse(module: torch.nn.Module) -> None:
-    """Sparse gradients come in buckets of their own, which the hook cannot weight."""
+    """Refuse sparse gradients, which come in buckets of their own that the hook cannot weight."""
     for name, part in module.named_modules():
         if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.sparse:
             name = name or type(part).__name__
@@ -154,3 +154,42 @@ def _storage(tensor: torch.Tensor) -> int:
     with suppress(RuntimeError):
         return tensor.untyped_storage().data_ptr()
     return id(tensor)
+
+
+def has_batch_norm(module: torch.nn.Module) -> bool:
+    """Return whether ranks normalise by statistics of their own batch."""
+    return bool(_layers(module))
+
+
+def _layers(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the layers whose statistics are each rank's own, which SyncBatchNorm's are not."""
+    kinds = torch.nn.modules.batchnorm._BatchNorm
+    return [m for m in module.modules() if isinstance(m, kinds) and not isinstance(m, torch.nn.SyncBatchNorm)]
+
+
+class RunningStatistics:
+    """The running means and variances of a module's BatchNorm layers, averaged over ranks as one small tensor."""
+
+    def __init__(self, module: torch.nn.Module, group: Any) -> None:
+        self._group = group
+        self._buffers = [
+            buffer
+            for layer in _layers(module)
+            for buffer in (layer.running_mean, layer.running_var)
+            if isinstance(buffer, torch.Tensor)
+        ]
+
+    def average(self, share: float) -> None:
+        """Replace the statistics by their mean over ranks, each weighted by its share of the samples.
+
+        Every rank must call it at the same step, with shares that sum to 1.
+        """
+        if not self._buffers:
+            return
+        flat = torch.cat([buffer.reshape(-1) for buffer in self._buffers])
+        flat = flat * share if share > 0 else torch.zeros_like(flat)  # 0 x NaN is NaN
+        dist.all_reduce(flat, group=self._group)
+        start = 0
+        for buffer in self._buffers:
+            buffer.copy_(flat[start : start + buffer.numel()].view_as(buffer))
+            start += buffer.numel()

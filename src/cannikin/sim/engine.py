@@ -1,9 +1,9 @@
 """Drives a planner through a simulated run, as the runtime drives it through a real one: steps, windows, plans.
 
-The planner sees windows of `window_steps` steps, all of them, and its plan is in force `PLAN_DELAY` steps after the
-window's end, as in the runtime. Gradient norms come on the steps on which the runtime takes them. A planner paced by
-epochs (`pace="epoch"`) sees the last steps of each epoch and nothing else. Epochs end after `num_samples` samples,
-without a short last batch. Nothing here decides anything.
+The core's `Schedule` says when, as in the runtime without worker processes: how long windows are, in which steps
+gradient norms are taken, from which step a plan is in force. A planner paced by epochs (`pace="epoch"`) sees the last
+steps of each epoch and nothing else. Epochs end after `num_samples` samples, without a short last batch. Nothing here
+decides anything.
 """
 
 from __future__ import annotations
@@ -11,23 +11,21 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from cannikin.core.controller import window_steps
-from cannikin.core.records import FloatArray, IntArray, Job, Plan, Planner, StepWindow
+from cannikin.core.planner import Planner
+from cannikin.core.schedule import IN_FORCE, Schedule, takes_norms
+from cannikin.core.values import FloatArray, IntArray, Job, Plan, StepWindow
 from cannikin.errors import InvalidInputError
 from cannikin.runlog import Observer
 from cannikin.sim.hardware import Machine, StepTimes
 from cannikin.sim.recording import Recorder
 from cannikin.sim.workload import Workload, sample_sqnorms
 
-__all__ = ["PACES", "PLAN_DELAY", "EpochRecord", "RunResult", "Simulation"]
+__all__ = ["EpochRecord", "RunResult", "Simulation"]
 
-PLAN_DELAY = 4  # steps from a window's end to its plan, as in the runtime without worker processes
-PACES = ("window", "epoch")
-_NORMS_ALWAYS, _NORMS_EVERY = 60, 4  # the runtime's: norms on every step at first, then on one in four
 _MAX_CHUNK = 2048  # steps simulated at once where no planner looks
 
 
@@ -89,12 +87,11 @@ class Simulation:
         self.pace = pace
         self.step, self.samples, self.progress, self.elapsed_s, self.planner_s = 0, 0, 0.0, 0.0, 0.0
         self.epochs: list[EpochRecord] = []
-        self._recorder = Recorder(observers, job, planner, workload)
+        self._recorder = Recorder(observers, job, workload)
         self._on_progress = on_progress
         self._rng = np.random.default_rng(seed)
-        self._current = planner.plan(0)
-        self._pending: list[Plan] = []
-        self._plans: list[tuple[int, Plan]] = [(0, self._current)]
+        self._schedule = Schedule(job, planner.decide(None, job, 0))
+        self._plans: list[tuple[int, Plan]] = [(0, self._schedule.newest)]
         self._epoch_start = (0, 0.0, 0.0)  # step, elapsed and planner's time at the start of the epoch
 
     def run(self, *, max_epochs: float = math.inf, max_steps: float = math.inf) -> RunResult:
@@ -105,7 +102,7 @@ class Simulation:
         while self.progress < goal and self.step < max_steps and self._passes < max_epochs:
             if self.pace == "epoch":
                 self._advance(min(self._steps_before_look(), self._steps_left(max_epochs, max_steps)))
-            window = self._advance(min(window_steps(self.step, self.planner), self._steps_left(max_epochs, max_steps)))
+            window = self._advance(min(self._schedule.window_steps(self.step), self._steps_left(max_epochs, max_steps)))
             if window is not None and self.progress < goal:
                 self._look(window)
             if self._on_progress is not None:
@@ -114,20 +111,25 @@ class Simulation:
         return self._result(goal, max_epochs)
 
     @property
+    def _total_batch(self) -> int:
+        """The total batch of the step taken last."""
+        return self._schedule.plan_at(max(self.step - 1, 0)).total_batch
+
+    @property
     def _passes(self) -> float:
         return self.samples / self.job.num_samples if self.job.num_samples else 0.0
 
     def _steps_left(self, max_epochs: float, max_steps: float) -> int:
         """Steps until either limit, under the plan in force."""
         samples = math.inf if not self.job.num_samples else max_epochs * self.job.num_samples - self.samples
-        left = min(max_steps - self.step, samples / self._current.total_batch, 2.0**62)
+        left = min(max_steps - self.step, samples / self._total_batch, 2.0**62)
         return max(0, math.ceil(left))
 
     def _steps_before_look(self) -> int:
         """Steps until the last window of this epoch, under the plan in force."""
         left = (self.job.num_samples or 0) * (len(self.epochs) + 1) - self.samples
-        steps = math.ceil(left / self._current.total_batch)
-        return max(0, steps - window_steps(self.step + steps, self.planner))
+        steps = math.ceil(left / self._total_batch)
+        return max(0, steps - self._schedule.window_steps(self.step + steps))
 
     def _advance(self, num_steps: int) -> StepWindow | None:
         """Take steps; the window of the last chunk, or None where there was nothing to do."""
@@ -135,20 +137,11 @@ class Simulation:
         goal = math.inf if self.workload is None else self.workload.target_progress
         while self.step < end and self.progress < goal:
             chunk = min(_MAX_CHUNK, end - self.step)
-            batches = self._batches(chunk)
+            batches = self._schedule.local_batches(self.step, chunk)
             times = self.machine.measure(batches, self.step, self._rng)
-            window = self._window(batches, times) if chunk == window_steps(self.step, self.planner) else None
+            window = self._window(batches, times) if chunk == self._schedule.window_steps(self.step) else None
             self._account(batches, times.step_s, goal)
         return window
-
-    def _batches(self, num_steps: int) -> IntArray:
-        """Local batches of the next steps, by the plans in force, [S, n]."""
-        rows = np.empty((num_steps, self.machine.num_ranks), dtype=np.int64)
-        rows[:] = self._current.local_batches
-        while self._pending and self._pending[0].first_step < self.step + num_steps:
-            self._current = self._pending.pop(0)
-            rows[max(0, self._current.first_step - self.step) :] = self._current.local_batches
-        return rows
 
     def _account(self, batches: IntArray, step_s: FloatArray, goal: float) -> None:
         """Count time, samples and progress step by step, up to the step that reaches the goal."""
@@ -190,7 +183,7 @@ class Simulation:
         shape = batches.shape
         steps = self.step + np.arange(len(batches))
         local, total = np.full(shape, np.nan), np.full(len(batches), np.nan)
-        taken = (steps <= _NORMS_ALWAYS) | (steps % _NORMS_EVERY == 0)
+        taken = takes_norms(steps)
         if self.workload is not None and taken.any() and shape[1] > 1:
             local[taken], total[taken] = sample_sqnorms(
                 batches[taken], *self.workload.moments(self.progress), self._rng
@@ -207,23 +200,19 @@ class Simulation:
         )
 
     def _look(self, window: StepWindow) -> None:
-        """Show the planner a window, and put its plan on the list."""
-        free_step = self.step + PLAN_DELAY
-        start_s = time.process_time()
-        self.planner.observe(window)
-        plan = self.planner.plan(free_step)
+        """Show the planner a window, and put its decision on the schedule."""
+        start_s, last = time.process_time(), self._schedule.newest
+        decision = self._schedule.decide(self.planner, window, self.step + IN_FORCE)
         self.planner_s += time.process_time() - start_s
-        last = self._pending[-1] if self._pending else self._current
-        if plan.local_batches != last.local_batches:
-            plan = replace(plan, first_step=free_step)
-            self._pending.append(plan)
-        if plan.local_batches != last.local_batches or plan.reason != last.reason:
+        plan = decision.plan
+        if (plan.local_batches, plan.reason) != (last.local_batches, last.reason):
             self._plans.append((self.step, plan))
-        self._recorder.decided(window, plan, progress=self.progress, elapsed_s=self.elapsed_s)
+        self._schedule.install(decision, self.step)
+        self._recorder.decided(window, decision, progress=self.progress, elapsed_s=self.elapsed_s)
 
     def begin(self, policy: str, tags: dict[str, str]) -> None:
         """Tell the observers what runs, on what."""
-        self._recorder.begin(self.machine, policy, self._current, tags)
+        self._recorder.begin(self.machine, policy, self._schedule.decision, tags)
 
     def _result(self, goal: float, max_epochs: float) -> RunResult:
         reached = self.workload is not None and self.progress >= goal
@@ -245,7 +234,7 @@ class Simulation:
             elapsed_s=self.elapsed_s,
             num_steps=self.step,
             num_samples=self.samples,
-            plan=self._pending[-1] if self._pending else self._current,
+            plan=self._schedule.newest,
             plans=tuple(self._plans),
             epochs=tuple(self.epochs),
             planner_s=self.planner_s,

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from cannikin.core.records import FloatArray, IntArray
+from cannikin.core.values import FloatArray, IntArray
 from cannikin.errors import ClusterFileError
 from cannikin.sim.catalog import ClusterSpec, DeviceSpec, NodeSpec, TimesSpec, WorkloadSpec, known_devices
 

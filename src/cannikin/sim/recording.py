@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from cannikin._version import __version__
-from cannikin.core.lr import lr_factor
-from cannikin.core.records import Job, Plan, Planner, StepWindow
+from cannikin.core.lr import LR_RULES
+from cannikin.core.planner import Decision
+from cannikin.core.values import Job, StepWindow
 from cannikin.runlog import (
-    Decisions,
     EventRecord,
     Header,
     ModelInfo,
     Observer,
     RankInfo,
     Record,
+    decision_records,
     job_info,
     plan_record,
 )
@@ -27,11 +29,10 @@ __all__ = ["Recorder"]
 class Recorder:
     """Writes header, windows, plans and events to every observer."""
 
-    def __init__(self, observers: tuple[Observer, ...], job: Job, planner: Planner, workload: Workload | None) -> None:
-        self._observers, self._job, self._planner, self._workload = observers, job, planner, workload
-        self._decisions = Decisions()
+    def __init__(self, observers: tuple[Observer, ...], job: Job, workload: Workload | None) -> None:
+        self._observers, self._job, self._workload = observers, job, workload
 
-    def begin(self, machine: Machine, policy: str, plan: Plan, tags: dict[str, str]) -> None:
+    def begin(self, machine: Machine, policy: str, first: Decision, tags: dict[str, str]) -> None:
         """Say what runs, on what, and the first plan."""
         model = ModelInfo()
         if self._workload is not None:
@@ -50,21 +51,22 @@ class Recorder:
                 tags={"simulated": "yes", **tags},
             )
         )
-        self._tell(plan_record(plan, 0, elapsed_ms=0.0))
+        self._tell(plan_record(first, 0, elapsed_ms=0.0))
 
-    def decided(self, window: StepWindow, plan: Plan, *, progress: float, elapsed_s: float) -> None:
+    def decided(self, window: StepWindow, decision: Decision, *, progress: float, elapsed_s: float) -> None:
         """Write down a window and the plan that came of it."""
         if not self._observers:
             return
         passes = factor = None
         if self._workload is not None:
             passes = progress / self._workload.epoch_progress
-            tracker: Any = getattr(self._planner, "noise", None)
-            gain = tracker.gain(plan.total_batch) if tracker is not None and tracker.num_steps > 0 else 1.0
-            rule = self._workload.spec.lr_rule
-            factor = lr_factor(rule, plan.total_batch, initial_batch=self._job.batch_size, gain=gain)
-        for record in self._decisions.records(
-            self._planner, window, plan, progress=passes, lr_factor=factor, elapsed_ms=elapsed_s * 1e3
+            initial, total = self._job.batch_size, decision.plan.total_batch
+            gain = 1.0 if decision.noise is None else decision.noise.gain(total, initial)
+            rule = LR_RULES[self._workload.spec.lr_rule]
+            factor = rule(total, initial_batch=initial, gain=gain, progress=math.inf)
+        # No gradient of a simulated run is ever lost.
+        for record in decision_records(
+            window, decision, num_lost_before=0, progress=passes, lr_factor=factor, elapsed_ms=elapsed_s * 1e3
         ):
             self._tell(record)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from cannikin.core.fit import bucket_times, fit_curves
 from cannikin.core.perf import Curve
-from cannikin.core.records import NO_MAX, FloatArray, StepWindow
+from cannikin.core.values import NO_MAX, FloatArray, StepWindow
 from cannikin.errors import RunLogError
 from cannikin.runlog import RunLog, WindowRecord, replay_window
 from cannikin.sim.hardware import Machine

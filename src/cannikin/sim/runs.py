@@ -10,8 +10,9 @@ import difflib
 import math
 from collections.abc import Callable
 
-from cannikin.core.planners import POLICIES, make_planner
-from cannikin.core.records import Job, Planner
+from cannikin.core.planner import Planner
+from cannikin.core.policies import POLICIES, make_planner
+from cannikin.core.values import Job
 from cannikin.errors import InvalidInputError
 from cannikin.runlog import Observer
 from cannikin.sim.catalog import load_cluster_spec

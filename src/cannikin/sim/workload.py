@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from cannikin.core.records import FloatArray, IntArray
+from cannikin.core.values import FloatArray, IntArray
 from cannikin.errors import InvalidInputError
 from cannikin.sim.catalog import WorkloadSpec, load_workload
 

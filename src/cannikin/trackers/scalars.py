@@ -53,7 +53,7 @@ def scalars(record: Record, *, initial_batch: int | None = None) -> dict[str, fl
         initial_batch: B0, the header's `job.batch_size`, without which there is no goodput.
 
     Example:
-        >>> plan = PlanRecord(step=5, first_step=9, total_batch=8, local_batches=(6, 2), micro_batches=(1, 1),
+        >>> plan = PlanRecord(step=5, first_step=9, total_batch=8, local_batches=(6, 2),
         ...                   predicted_step_ms=12.5, phase="optperf", reason="")
         >>> scalars(plan)
         {'cannikin/predicted_step_ms': 12.5}

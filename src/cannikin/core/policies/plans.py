@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 import numpy as np
 
 from cannikin.core.perf import Cluster, Curve
-from cannikin.core.records import FloatArray, IntArray, Job, Plan, StepWindow
 from cannikin.core.split import optimal_split
+from cannikin.core.values import FloatArray, IntArray, Job, Plan, StepWindow
 from cannikin.errors import StateError
 
 __all__ = [
     "compute_seconds",
     "even_batches",
-    "held_by_memory",
     "inverse_batches",
     "load_plan",
     "make_plan",
@@ -27,17 +26,13 @@ __all__ = [
 ]
 
 
-def make_plan(
-    step: int, local_batches: tuple[int, ...], *, phase: str, reason: str, predicted_step_s: float | None = None
-) -> Plan:
-    """A plan without accumulation."""
+def make_plan(step: int, local_batches: tuple[int, ...], *, reason: str, predicted_step_s: float | None = None) -> Plan:
+    """Make the plan of a split."""
     return Plan(
         first_step=step,
         total_batch=sum(local_batches),
         local_batches=local_batches,
-        micro_batches=(1,) * len(local_batches),
         predicted_step_s=predicted_step_s,
-        phase=phase,
         reason=reason,
     )
 
@@ -48,7 +43,7 @@ def even_batches(job: Job, total_batch: int) -> tuple[int, ...]:
 
 
 def inverse_batches(job: Job, total_batch: int, sample_s: FloatArray) -> tuple[int, ...]:
-    """Local batches in inverse proportion to the time a sample (paper, equation 8), whole and within the bounds.
+    """Local batches in inverse proportion to the time per sample (paper, equation 8), whole and within the bounds.
 
         b_i = B (1/t_i) / sum_j (1/t_j)
 
@@ -79,16 +74,7 @@ def within_bounds(plan: Plan, job: Job, step: int) -> Plan:
     fitted = inverse_batches(job, plan.total_batch, 1.0 / batches)
     rank = int((batches > high).argmax())
     reason = f"memory holds rank {rank} to {fitted[rank]} samples, {batches[rank] - fitted[rank]} less than before"
-    return make_plan(step, fitted, phase=plan.phase, reason=reason)
-
-
-def held_by_memory(own: Job, limited: Job, local_batches: tuple[int, ...]) -> list[str]:
-    """A sentence for each rank that has all its memory allows, which is less than the user's own bound."""
-    if limited is own:
-        return []
-    (_, own_high), (_, high) = own.bounds, limited.bounds
-    ranks = np.flatnonzero((high < own_high) & (high == local_batches)).tolist()
-    return [f"memory holds rank {rank} to {high[rank]} samples" for rank in ranks]
+    return make_plan(step, fitted, reason=reason)
 
 
 def compute_seconds(window: StepWindow) -> tuple[IntArray, FloatArray] | None:
@@ -109,7 +95,8 @@ def save_plan(plan: Plan) -> dict[str, Any]:
 def load_plan(state: dict[str, Any], job: Job) -> Plan:
     """Take back what `save_plan` returned, for a job with as many ranks."""
     try:
-        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in state.items()}
+        names = {each.name for each in fields(Plan)}  # older states have more
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in state.items() if k in names}
         plan = Plan(**values)
     except (AttributeError, TypeError) as error:
         raise StateError(f"saved plan cannot be read: {error}") from error

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
 import socket
 import warnings
 from pathlib import Path
@@ -16,44 +15,26 @@ from typing import Any
 
 import torch
 
+from cannikin.core.planner import DevicePlanner
 from cannikin.runlog import RankInfo
+from cannikin.runtime.coordinator import Coordinator
+from cannikin.runtime.device import Device
 from cannikin.runtime.exchange import Exchange
 
-__all__ = ["ProfileStore", "device_name", "introduce", "model_key"]
+__all__ = ["ProfileKeeper", "ProfileStore", "introduce", "model_key"]
 
 _FORMAT = "cannikin-profiles"
 _VERSION = 1
 
 
-def device_name(device: torch.device) -> str:
-    """What tells one kind of device from another, such as "NVIDIA A100-SXM4-80GB" or a processor's name.
+def introduce(exchange: Exchange, device: Device) -> list[RankInfo]:
+    """Return who the ranks are, by rank; the same list on all of them, which must all ask.
 
-    A share of a card (MPS) is a device of its own. CANNIKIN_DEVICE overrides it.
+    CANNIKIN_DEVICE in the environment overrides a device's name.
     """
-    named = os.environ.get("CANNIKIN_DEVICE")
-    if named:
-        return named
-    if device.type == "cuda":
-        share = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
-        return torch.cuda.get_device_name(device) + (f", {share}% share" if share else "")
-    num_threads = torch.get_num_threads()
-    return f"{_processor()}, {num_threads} thread{'s' if num_threads > 1 else ''}"
-
-
-def introduce(exchange: Exchange, device: torch.device) -> list[RankInfo]:
-    """Who the ranks are, by rank; the same list on all of them, which must all ask."""
-    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    mine = {"host": socket.gethostname(), "device": device_name(device), "memory_bytes": memory}
+    name = os.environ.get("CANNIKIN_DEVICE") or device.name
+    mine = {"host": socket.gethostname(), "device": name, "memory_bytes": device.memory_bytes}
     return [RankInfo(**json.loads(text)) for text in exchange.gather_text(json.dumps(mine))]
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
 
 
 def model_key(module: torch.nn.Module, *, scaled: bool) -> str:
@@ -113,3 +94,16 @@ class ProfileStore:
                 stacklevel=2,
             )
             return None
+
+
+class ProfileKeeper:
+    """Puts what a run has learned of its devices into the store, as long as its planner learns such things."""
+
+    def __init__(self, store: ProfileStore, devices: list[str], coordinator: Coordinator) -> None:
+        self._store, self._devices, self._coordinator = store, devices, coordinator
+
+    def save(self) -> None:
+        """Save what is known by now."""
+        planner = self._coordinator.planner
+        if isinstance(planner, DevicePlanner):
+            self._store.save(self._devices, planner.profiles())

@@ -1,4 +1,4 @@
-"""The values that cross the border between the planners and whatever drives them (the runtime or the simulator).
+"""The values that planners are given and make: jobs, windows of measured steps, splits and plans.
 
 Legend: S steps of a window, n ranks, J gradient buckets. Times are seconds on the measuring rank's own clock: only
 durations are ever compared between ranks.
@@ -7,14 +7,13 @@ durations are ever compared between ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from cannikin.errors import InvalidInputError
 
-__all__ = ["NO_MAX", "BoolArray", "FloatArray", "IntArray", "Job", "Plan", "Planner", "Split", "StepWindow"]
+__all__ = ["NO_MAX", "BoolArray", "FloatArray", "IntArray", "Job", "Plan", "Split", "StepWindow"]
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -46,16 +45,14 @@ class Split:
 class Plan:
     """What every rank does from step `first_step` on, until the next plan.
 
-    `predicted_step_s` is None while no model is known. `phase` is one word for logs, `reason` one sentence for people.
+    `predicted_step_s` is None while no model is known. `reason` is one sentence for people.
     """
 
     first_step: int
     total_batch: int
     local_batches: tuple[int, ...]
-    micro_batches: tuple[int, ...]
-    predicted_step_s: float | None
-    phase: str
-    reason: str
+    predicted_step_s: float | None = None
+    reason: str = ""
 
     def __post_init__(self) -> None:
         if sum(self.local_batches) != self.total_batch:
@@ -72,8 +69,8 @@ class Job:
         num_ranks: n.
         batch_size: the total batch at the start, B0.
         max_batch_size: the largest total batch; `None` keeps the total at `batch_size`.
-        min_local, max_local: bounds on each local batch, one pair for all ranks or one a rank.
-        num_samples: length of an epoch in samples, for planners that plan once an epoch; `None` where unknown.
+        min_local, max_local: bounds on each local batch, one pair for all ranks or one per rank.
+        num_samples: length of an epoch in samples, for planners that plan once per epoch; `None` where unknown.
     """
 
     num_ranks: int
@@ -113,7 +110,7 @@ class Job:
         for bound in (lo, hi):
             if bound.shape not in ((), (self.num_ranks,)):
                 raise InvalidInputError(
-                    f"{bound.size} local bounds for {self.num_ranks} ranks: give one, or one a rank"
+                    f"{bound.size} local bounds for {self.num_ranks} ranks: give one, or one per rank"
                 )
         return np.broadcast_to(lo, self.num_ranks).copy(), np.broadcast_to(hi, self.num_ranks).copy()
 
@@ -252,19 +249,3 @@ class StepWindow:
     def num_nonfinite(self) -> int:
         """Number of steps whose gradient was not finite, whatever the policy makes of them."""
         return int(self.overflowed.sum())
-
-
-class Planner(Protocol):
-    """Turns measured windows into plans; never looks at a clock, a GPU or a file."""
-
-    def observe(self, window: StepWindow) -> None:
-        """Learn from one window."""
-
-    def plan(self, step: int) -> Plan:
-        """The plan in force from `step` on, given what has been observed."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything learned, as plain numbers, strings, lists and dicts."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""

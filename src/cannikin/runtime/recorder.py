@@ -8,18 +8,20 @@ import time
 import warnings
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 
 from cannikin._version import __version__
-from cannikin.core.records import Job, Plan
-from cannikin.errors import RunLogError
+from cannikin.core.planner import Decision
+from cannikin.core.values import Job
+from cannikin.errors import InvalidInputError, RunLogError
 from cannikin.runlog import (
     RUNLOG_NAME,
-    Decisions,
     EventRecord,
     Header,
     ModelInfo,
@@ -28,13 +30,14 @@ from cannikin.runlog import (
     Record,
     RunLogWriter,
     WindowRecord,
+    decision_records,
     job_info,
 )
 from cannikin.runlog.writer import set_aside
-from cannikin.runtime.matching import BatchQueue
-from cannikin.runtime.windows import Report
+from cannikin.runtime.step import BatchQueue
+from cannikin.runtime.wire import Gathered
 
-__all__ = ["Recorder", "end_unless_broken"]
+__all__ = ["Recorder", "check_metrics", "end_unless_broken"]
 
 
 class Recorder:
@@ -54,7 +57,7 @@ class Recorder:
         self._header: Header | None = None
         self._waiting: list[Record] | None = []  # for the start
         self._first_step: int | None = None  # of a run that goes on from a saved state: steps taken before
-        self._decisions = Decisions()
+        self._num_lost = 0  # steps so far whose gradient was not finite
         self._start_s = time.perf_counter()
         self._process = os.getpid()
 
@@ -85,7 +88,7 @@ class Recorder:
         )
 
     def resume(self, num_steps: int) -> None:
-        """The run goes on from a state that was saved after so many steps more than this process has taken."""
+        """Resume a run: `num_steps` is the step count of the saved state minus the steps taken in this process."""
         self._first_step = num_steps
 
     @property
@@ -94,7 +97,7 @@ class Recorder:
         return self._first_step or 0
 
     def start(self) -> None:
-        """Training starts: tell the header, and what has waited for it; again is fine."""
+        """Training starts: tell the header, and what has waited for it; it may be called repeatedly."""
         if self._header is None or self._waiting is None:
             return
         news = ""
@@ -121,9 +124,8 @@ class Recorder:
 
     def decided(
         self,
-        planner: Any,
-        report: Report,
-        plan: Plan,
+        gathered: Gathered,
+        decision: Decision,
         *,
         progress: float | None,
         lr_factor: float,
@@ -132,22 +134,20 @@ class Recorder:
         """Write down a window and the plan that came of it."""
         if not self._observers:
             return
-        for record in self._decisions.records(
-            planner,
-            report.window,
-            plan,
-            loader_s=report.load_s,
-            other_s=report.other_s,
+        window = gathered.window
+        for record in decision_records(
+            window,
+            decision,
+            num_lost_before=self._num_lost,
+            loader_s=gathered.load_s,
+            other_s=gathered.other_s,
             progress=progress,
             lr_factor=lr_factor,
             bucket_bytes=bucket_bytes,
             elapsed_ms=self._elapsed_ms,
         ):
             self._write(record)
-
-    def skip_changes(self, planner: Any) -> None:
-        """See `Decisions`."""
-        self._decisions.skip_changes(planner)
+        self._num_lost += window.num_nonfinite
 
     def event(self, step: int, kind: str, data: dict[str, Any]) -> None:
         """Write down something else that happened."""
@@ -155,7 +155,7 @@ class Recorder:
             self._write(EventRecord(step=step, kind=kind, data=data, elapsed_ms=self._elapsed_ms))
 
     def end(self, step: int) -> None:
-        """The run ended as it should: say so, and write nothing more; again is fine."""
+        """The run ended as it should: say so, and write nothing more; it may be called repeatedly."""
         if os.getpid() != self._process:
             return  # a fork, such as a worker of a loader, that exits
         self.start()
@@ -201,3 +201,32 @@ def end_unless_broken(recorder: Recorder, queue: BatchQueue) -> None:
     """
     if getattr(sys, "last_value", None) is None:
         recorder.end(queue.num_taken)
+
+
+def check_metrics(metrics: dict[str, Any], *, read: bool) -> dict[str, int | float]:
+    """Return metrics as plain numbers; without `read` they are only checked, which waits for no device."""
+    if not metrics:
+        raise InvalidInputError("log() was given nothing to write: name what you measured, as in log(accuracy=0.93)")
+    for name, value in metrics.items():
+        if not _is_number(value):
+            shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+            raise InvalidInputError(
+                f"log({name}=...) was given a {type(value).__name__}{shape}: a metric is one real number; write its "
+                "mean, or each part under a name of its own"
+            )
+    return {name: _plain(value) for name, value in metrics.items()} if read else {}
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.ndim == 0 and not value.is_complex()
+    if isinstance(value, np.ndarray | np.generic):
+        return value.ndim == 0 and value.dtype.kind in "biuf"
+    return isinstance(value, Real)
+
+
+def _plain(value: Any) -> int | float:
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        value = value.item()
+    whole = isinstance(value, Integral) and -(2**63) <= int(value) < 2**63  # as JSON's readers have them
+    return int(value) if whole else float(value)

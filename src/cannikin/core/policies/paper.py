@@ -1,7 +1,7 @@
 """The paper's own method, as published: a baseline that shows what exactness and windows of steps are worth.
 
 A linear model without floors, one gamma for all ranks by inverse-variance weighting and T_o, T_u by the least over
-ranks (section 4.5); plans once an epoch, after one epoch of an even split and one of equation 8 (section 4.2); OptPerf
+ranks (section 4.5); plans once per epoch, after one epoch of an even split and one of equation 8 (section 4.2); OptPerf
 by Algorithm 1 with rounding; the noise scale by Theorem 1; the total batch by goodput (section 2.2). Where the paper
 says nothing we choose what is kindest to it, so that it never gets stuck: negative batches are raised to the lower
 bound and the rest scaled down; a line that is flat or falls with the batch is taken to rise a little, since Algorithm
@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from cannikin.core.algorithm1 import algorithm1, round_batches
 from cannikin.core.fit import pooled_gammas
 from cannikin.core.goodput import TotalChoice, choose_total, efficiency, total_grid
-from cannikin.core.noise import noise_scale
+from cannikin.core.noise.estimate import noise_scale
 from cannikin.core.perf import Cluster, Curve
-from cannikin.core.plans import (
+from cannikin.core.planner import Decision, Noise
+from cannikin.core.policies.algorithm1 import algorithm1, round_batches
+from cannikin.core.policies.plans import (
     even_batches,
-    held_by_memory,
     inverse_batches,
     load_plan,
     make_plan,
@@ -30,7 +30,7 @@ from cannikin.core.plans import (
     save_plan,
     within_bounds,
 )
-from cannikin.core.records import FloatArray, Job, Plan, StepWindow
+from cannikin.core.values import FloatArray, Job, StepWindow
 from cannikin.errors import InvalidInputError
 
 __all__ = ["PaperPlanner"]
@@ -53,11 +53,11 @@ class PaperPlanner:
     def __init__(self, job: Job, *, pooling: str = "inverse-variance") -> None:
         if pooling not in ("inverse-variance", "mean"):
             raise InvalidInputError(f"pooling={pooling!r} is unknown: choose inverse-variance or mean")
-        self.job = job
-        self._own_job = job
+        self._job = job
         self._pooling = pooling
-        self._plan = make_plan(0, even_batches(job, job.batch_size), phase="even", reason="first epoch: even split")
-        # One row an epoch and rank: epoch, rank, mean batch, mean a, mean P.
+        self._plan = make_plan(0, even_batches(job, job.batch_size), reason="first epoch: even split")
+        self._phase = "even"  # then "inverse" for an epoch, then "optperf"
+        # One row per epoch and rank: epoch, rank, mean batch, mean a, mean P.
         self._rows: list[list[float]] = []
         self._sums = np.zeros((4, job.num_ranks))  # of this epoch: steps, b, a, P
         self._gamma_sums = np.zeros((3, job.num_ranks))  # of the run: steps, gamma, gamma^2
@@ -66,36 +66,39 @@ class PaperPlanner:
         self._samples = 0
         self._epoch = 0
         self._num_plans = 0  # made at the ends of epochs; a short epoch may pass within one window
-        self._due = False
-        self.choice: TotalChoice | None = None  # among total batches, where the plan made last compared some
 
-    def observe(self, window: StepWindow) -> None:
-        """Add up this epoch's times, and the noise scale step by step."""
-        self.job = self._own_job.limited(window.max_batch, self._plan.total_batch)
+    def decide(self, window: StepWindow | None, job: Job, step: int) -> Decision:
+        """Make a new plan at the start of an epoch, else keep the one in force."""
+        epoch_over = window is not None and self._observe(window)
+        self._plan = within_bounds(self._plan, job, step)
+        choice = None
+        if epoch_over:
+            self._num_plans += 1
+            choice = self._replan(job, step)
+        noise = None
+        if self._noise[0] > 0:
+            _, trace, signal = (self._noise / self._noise[0]).tolist()
+            noise = Noise(signal_sqnorm=signal, noise_trace=trace)
+        return Decision(plan=self._plan, noise=noise, choice=choice, phase=self._phase)
+
+    def _observe(self, window: StepWindow) -> bool:
+        """Add up this epoch's times, and the noise scale step by step; return whether an epoch has ended."""
         valid = window.valid.all(axis=1)
         if valid.any():
             self._add_times(window, np.flatnonzero(valid))
         self._samples += int(window.local_batches.sum())
-        epoch = self._samples // (self.job.num_samples or _EPOCH_STEPS * self.job.batch_size)
-        if epoch > self._epoch and self._sums[0].any():
-            steps, batch, before, backward = self._sums
-            for rank in range(self.job.num_ranks):
-                means = [float(total[rank] / steps[rank]) for total in (batch, before, backward)]
-                self._rows = [row for row in self._rows if row[1] != rank or abs(row[2] - means[0]) >= _SAME_BATCH]
-                self._rows.append([self._epoch, rank, *means])
-            self._rows = self._rows[-_EPOCHS_KEPT * self.job.num_ranks :]
-            self._sums[:] = 0.0
-            self._epoch, self._due = epoch, True
-
-    def plan(self, step: int) -> Plan:
-        """A new plan at the start of an epoch, else the one in force."""
-        self.choice = None
-        self._plan = within_bounds(self._plan, self.job, step)
-        if self._due:
-            self._due = False
-            self._num_plans += 1
-            self._plan = self._decide(step)
-        return self._plan
+        epoch = self._samples // (self._job.num_samples or _EPOCH_STEPS * self._job.batch_size)
+        if epoch == self._epoch or not self._sums[0].any():
+            return False
+        steps, batch, before, backward = self._sums
+        for rank in range(self._job.num_ranks):
+            means = [float(total[rank] / steps[rank]) for total in (batch, before, backward)]
+            self._rows = [row for row in self._rows if row[1] != rank or abs(row[2] - means[0]) >= _SAME_BATCH]
+            self._rows.append([self._epoch, rank, *means])
+        self._rows = self._rows[-_EPOCHS_KEPT * self._job.num_ranks :]
+        self._sums[:] = 0.0
+        self._epoch = epoch
+        return True
 
     def _add_times(self, window: StepWindow, steps: Any) -> None:
         ready, done = window.ready_s[steps], np.maximum.accumulate(window.done_s[steps], axis=-1)
@@ -117,30 +120,37 @@ class PaperPlanner:
     def _add_noise(self, batches: Any, sqnorms: FloatArray, global_sqnorm: float) -> None:
         """AdaptDL's smoothing of Theorem 1's estimate."""
         estimate = noise_scale(batches, sqnorms, global_sqnorm, estimator="theorem1")
-        keep = 0.999 ** (batches.sum() / self.job.batch_size)
+        keep = 0.999 ** (batches.sum() / self._job.batch_size)
         self._noise = keep * self._noise + (1 - keep) * np.array([1.0, estimate.noise_trace, estimate.signal_sqnorm])
 
-    def _decide(self, step: int) -> Plan:
+    def _replan(self, job: Job, step: int) -> TotalChoice | None:
+        """Plan for the epoch that begins, and return the choice among total batches, if there was one."""
         total = self._plan.total_batch
         if self._num_plans == 1:
-            table = np.array(self._rows)[-self.job.num_ranks :]
-            batches = inverse_batches(self.job, total, (table[:, 3] + table[:, 4]) / table[:, 2])
-            return make_plan(step, batches, phase="inverse", reason="second epoch: equation 8")
-        cluster = self._model()
-        total, why = self._total(cluster)
+            table = np.array(self._rows)[-job.num_ranks :]
+            batches = inverse_batches(job, total, (table[:, 3] + table[:, 4]) / table[:, 2])
+            self._plan, self._phase = make_plan(step, batches, reason="second epoch: equation 8"), "inverse"
+            return None
+        cluster = self._model(job)
+        total, choice = self._total(cluster, job)
         result = algorithm1(cluster, total)
         if not result.local_batches:
-            return make_plan(step, self._plan.local_batches, phase=self._plan.phase, reason=f"kept: {result.reason}")
-        rounded = round_batches(self._repaired(np.array(result.local_batches), total), total)
-        memory = held_by_memory(self._own_job, self.job, rounded.local_batches)
-        reason = "; ".join([f"Algorithm 1: {result.reason}; {rounded.reason}{why}", *memory])
-        return make_plan(
-            step, rounded.local_batches, phase="optperf", reason=reason, predicted_step_s=result.predicted_s
+            self._plan = make_plan(step, self._plan.local_batches, reason=f"kept: {result.reason}")
+            return choice
+        rounded = round_batches(_repaired(np.array(result.local_batches), total, job), total)
+        why = "" if choice is None else f"; {choice.reason}"
+        self._plan = make_plan(
+            step,
+            rounded.local_batches,
+            reason=f"Algorithm 1: {result.reason}; {rounded.reason}{why}",
+            predicted_step_s=result.predicted_s,
         )
+        self._phase = "optperf"
+        return choice
 
-    def _model(self) -> Cluster:
-        """The two-point model by least squares over epochs."""
-        n = self.job.num_ranks
+    def _model(self, job: Job) -> Cluster:
+        """Fit the two-point model by least squares over epochs."""
+        n = job.num_ranks
         lines = np.zeros((2, 2, n))
         for rank in range(n):
             table = np.array([row for row in self._rows if row[1] == rank])
@@ -156,7 +166,7 @@ class PaperPlanner:
         variance = np.maximum(square / steps - mean**2, 1e-12) / steps
         weighted = self._pooling == "inverse-variance"
         shared = float(pooled_gammas(mean[:, None], variance[:, None])[0] if weighted else mean.mean())
-        low, high = self.job.bounds
+        low, high = job.bounds
         return Cluster.two_point(
             forward=Curve(fixed_s=lines[0, 0], per_sample_s=lines[0, 1]),
             backward=Curve(fixed_s=lines[1, 0], per_sample_s=lines[1, 1]),
@@ -167,48 +177,46 @@ class PaperPlanner:
             max_batch=high,
         )
 
-    def _total(self, cluster: Cluster) -> tuple[int, str]:
-        """The total batch with the best goodput, by Algorithm 1's own times."""
-        now = min(
-            max(self._plan.total_batch, self.job.batch_size), self.job.largest_total
-        )  # rounding may have moved it
-        if self.job.largest_total == self.job.batch_size:
-            return now, ""
-        if self._noise[0] == 0.0:
-            return now, ""
-        grid = np.unique(np.append(total_grid(self.job.batch_size, self.job.largest_total), now))
+    def _total(self, cluster: Cluster, job: Job) -> tuple[int, TotalChoice | None]:
+        """Choose the total batch with the best goodput, by Algorithm 1's own times."""
+        now = min(max(self._plan.total_batch, job.batch_size), job.largest_total)  # rounding may have moved it
+        if job.largest_total == job.batch_size or self._noise[0] == 0.0:
+            return now, None
+        grid = np.unique(np.append(total_grid(job.batch_size, job.largest_total), now))
         step_s = np.array([algorithm1(cluster, int(total)).step_s for total in grid])
         _, trace, signal = self._noise / self._noise[0]
-        worth = efficiency(grid, initial_batch=self.job.batch_size, noise_trace=trace, signal_sqnorm=signal)
-        self.choice = choice = choose_total(grid, step_s, worth, now)
-        return choice.total_batch, f"; {choice.reason}"
-
-    def _repaired(self, batches: FloatArray, total: int) -> FloatArray:
-        """Batches within the bounds that still sum to the total, in proportion to what Algorithm 1 gave."""
-        low, high = (bound.astype(np.float64) for bound in self.job.bounds)
-        for _ in range(self.job.num_ranks):
-            batches = np.clip(batches, low, high)
-            surplus = batches.sum() - total
-            room = (batches - low) if surplus > 0 else np.minimum(high, 2.0 * total) - batches
-            if abs(surplus) < 1e-9 or room.sum() <= 0:
-                break
-            batches = batches - surplus * room / room.sum()
-        return batches
+        worth = efficiency(grid, initial_batch=job.batch_size, noise_trace=trace, signal_sqnorm=signal)
+        choice = choose_total(grid, step_s, worth, now)
+        return choice.total_batch, choice
 
     def state_dict(self) -> dict[str, Any]:
         """Everything learned and decided."""
         arrays = {name: getattr(self, name).tolist() for name in _ARRAYS}
-        counters = [self._samples, self._epoch, self._num_plans, self._due]
-        return {"plan": save_plan(self._plan), "rows": self._rows, "counters": counters, **arrays}
+        counters = [self._samples, self._epoch, self._num_plans]
+        return {"plan": save_plan(self._plan), "phase": self._phase, "rows": self._rows, "counters": counters, **arrays}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` returned."""
         with restoring("paper planner"):
-            self._plan = load_plan(state["plan"], self._own_job)
+            self._plan = load_plan(state["plan"], self._job)
+            self._phase = str(state.get("phase") or state["plan"]["phase"])  # older states have it in the plan
             self._rows = [list(row) for row in state["rows"]]
-            self._samples, self._epoch, self._num_plans, self._due = state["counters"]
+            self._samples, self._epoch, self._num_plans = state["counters"][:3]
             for name in _ARRAYS:
                 setattr(self, name, np.asarray(state[name], dtype=np.float64))
 
 
 _ARRAYS = ("_sums", "_gamma_sums", "_comm_sums", "_noise")
+
+
+def _repaired(batches: FloatArray, total: int, job: Job) -> FloatArray:
+    """Return batches within the bounds that still sum to the total, in proportion to what Algorithm 1 gave."""
+    low, high = (bound.astype(np.float64) for bound in job.bounds)
+    for _ in range(job.num_ranks):
+        batches = np.clip(batches, low, high)
+        surplus = batches.sum() - total
+        room = (batches - low) if surplus > 0 else np.minimum(high, 2.0 * total) - batches
+        if abs(surplus) < 1e-9 or room.sum() <= 0:
+            break
+        batches = batches - surplus * room / room.sum()
+    return batches

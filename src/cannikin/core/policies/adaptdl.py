@@ -5,7 +5,7 @@ Legend: n replicas with m = B/n samples each.
     T_grad(m) = alpha + beta m        T(m) = (T_grad^p + T_sync^p)^(1/p),  1 <= p <= 10
 
 The model is AdaptDL's, fitted to the mean over ranks of what was measured: it cannot know that ranks differ, and books
-the waiting for a slow rank under T_sync. The total is chosen once an epoch; the first choice always counts, later ones
+the waiting for a slow rank under T_sync. The total is chosen once per epoch; the first choice always counts, later ones
 where goodput grows by more than 5%.
 """
 
@@ -16,18 +16,17 @@ from typing import Any
 import numpy as np
 
 from cannikin.core.goodput import TotalChoice, choose_total, total_grid
-from cannikin.core.noise_tracker import NoiseTracker
-from cannikin.core.noise_windows import observe_noise
-from cannikin.core.plans import (
+from cannikin.core.noise.tracker import NoiseTracker
+from cannikin.core.planner import Decision
+from cannikin.core.policies.plans import (
     even_batches,
-    held_by_memory,
     load_plan,
     make_plan,
     restoring,
     save_plan,
     within_bounds,
 )
-from cannikin.core.records import FloatArray, Job, Plan, StepWindow
+from cannikin.core.values import FloatArray, Job, StepWindow
 
 __all__ = ["AdaptdlPlanner", "fit_replicas", "replica_times"]
 
@@ -38,60 +37,64 @@ class AdaptdlPlanner:
     """The planner behind `policy="adaptdl"`."""
 
     def __init__(self, job: Job, *, batch_norm: bool = False) -> None:
-        self.job = job
-        self._own_job = job
-        self.noise = NoiseTracker(initial_batch=job.batch_size, batch_norm=batch_norm)
-        self._plan = make_plan(0, even_batches(job, job.batch_size), phase="even", reason="even split at B0")
+        self._job = job
+        self._noise = NoiseTracker(initial_batch=job.batch_size, batch_norm=batch_norm)
+        self._plan = make_plan(0, even_batches(job, job.batch_size), reason="even split at B0")
         self._points: dict[int, list[float]] = {}  # total batch -> [steps, sum of T_grad, sum of T]
         self._samples = 0
         self._epoch = 0
         self._decided_epoch = 0
-        self.choice: TotalChoice | None = None  # among total batches, where the plan made last compared some
 
-    def observe(self, window: StepWindow) -> None:
+    def decide(self, window: StepWindow | None, job: Job, step: int) -> Decision:
+        """At a new epoch choose the total with the best goodput, evenly split; else keep the plan in force."""
+        if window is not None:
+            self._observe(window)
+        self._plan = within_bounds(self._plan, job, step)
+        choice = self._choose(job, step)
+        return Decision(plan=self._plan, noise=self._noise.summary(), choice=choice, phase="even")
+
+    def _observe(self, window: StepWindow) -> None:
         """Add up compute and step times by total batch; the noise scale step by step."""
-        self.job = self._own_job.limited(window.max_batch, self._plan.total_batch)
         for s in np.flatnonzero(window.valid.all(axis=1)):
             point = self._points.setdefault(int(window.local_batches[s].sum()), [0.0, 0.0, 0.0])
             point[0] += 1
             point[1] += float((window.before_s[s] + window.ready_s[s, :, -1]).mean())
             point[2] += float(window.interval_s[s].mean())
-        observe_noise(self.noise, window)
+        self._noise.observe(window)
         self._samples += int(window.local_batches.sum())
-        self._epoch = self._samples // (self.job.num_samples or _EPOCH_STEPS * self.job.batch_size)
+        self._epoch = self._samples // (self._job.num_samples or _EPOCH_STEPS * self._job.batch_size)
 
-    def plan(self, step: int) -> Plan:
-        """At a new epoch the total with the best goodput, evenly split; else the plan in force."""
-        self.choice = None
-        self._plan = within_bounds(self._plan, self.job, step)
-        fixed = self.job.largest_total == self.job.batch_size
-        if fixed or self._epoch == self._decided_epoch or not self._points or not self.noise.num_steps:
-            return self._plan
+    def _choose(self, job: Job, step: int) -> TotalChoice | None:
+        """Compare total batches where that is due, and plan for the best one."""
+        fixed = job.largest_total == job.batch_size
+        if fixed or self._epoch == self._decided_epoch or not self._points or not self._noise.num_steps:
+            return None
         first = self._decided_epoch == 0
         self._decided_epoch = self._epoch
         now = self._plan.total_batch
-        grid = np.unique(np.append(total_grid(self.job.batch_size, self.job.largest_total), now))
-        step_s = replica_times(self._fit(), grid / self.job.num_ranks)
-        worth, threshold = self.noise.efficiency(grid), 0.0 if first else 0.05
-        self.choice = choice = choose_total(grid, step_s, worth, now, threshold=threshold)
+        grid = np.unique(np.append(total_grid(job.batch_size, job.largest_total), now))
+        step_s = replica_times(self._fit(), grid / job.num_ranks)
+        worth, threshold = self._noise.efficiency(grid), 0.0 if first else 0.05
+        choice = choose_total(grid, step_s, worth, now, threshold=threshold)
         if choice.total_batch != now:
-            batches = even_batches(self.job, choice.total_batch)
+            batches = even_batches(job, choice.total_batch)
             predicted_s = float(step_s[grid == choice.total_batch][0])
-            biased = ["noise scale biased: one rank compares consecutive steps"] if "biased" in self.noise.flags else []
-            reason = "; ".join([choice.reason, *biased, *held_by_memory(self._own_job, self.job, batches)])
-            self._plan = make_plan(step, batches, phase="even", reason=reason, predicted_step_s=predicted_s)
-        return self._plan
+            biased = (
+                "; noise scale biased: one rank compares consecutive steps" if "biased" in self._noise.flags else ""
+            )
+            self._plan = make_plan(step, batches, reason=choice.reason + biased, predicted_step_s=predicted_s)
+        return choice
 
     def _fit(self) -> tuple[float, float, float, float]:
         table = np.array([[total, *point] for total, point in sorted(self._points.items())])
-        local, steps = table[:, 0] / self.job.num_ranks, table[:, 1]
+        local, steps = table[:, 0] / self._job.num_ranks, table[:, 1]
         return fit_replicas(local, table[:, 2] / steps, table[:, 3] / steps)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything learned and decided."""
         return {
             "plan": save_plan(self._plan),
-            "noise": self.noise.state_dict(),
+            "noise": self._noise.state_dict(),
             "points": [[total, *point] for total, point in self._points.items()],
             "counters": [self._samples, self._epoch, self._decided_epoch],
         }
@@ -99,8 +102,8 @@ class AdaptdlPlanner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` returned."""
         with restoring("AdaptDL planner"):
-            self._plan = load_plan(state["plan"], self._own_job)
-            self.noise.load_state_dict(state["noise"])
+            self._plan = load_plan(state["plan"], self._job)
+            self._noise.load_state_dict(state["noise"])
             self._points = {int(total): list(point) for total, *point in state["points"]}
             self._samples, self._epoch, self._decided_epoch = state["counters"]
 

@@ -1,34 +1,26 @@
-"""`HeteroDataLoader`: torch's DataLoader, giving each rank as many samples of each step as the plan in force says."""
+"""Loaders that give each rank as many samples of each step as the plan in force says.
+
+`HeteroDataLoader` is torch's DataLoader with such batches; `HeteroBatchSampler` is for a DataLoader of one's own.
+"""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from cannikin.core.cutting import Bookmark, whole_number
 from cannikin.errors import InvalidInputError
-from cannikin.runtime.arguments import check_names
-from cannikin.runtime.cutting import Bookmark, Bounds, make_job
-from cannikin.runtime.entries import BatchEntry
-from cannikin.runtime.passes import (
-    CutStep,
-    IndexSource,
-    Passes,
-    Source,
-    StreamSource,
-    bind_settings,
-    check_length,
-    feed_has_batch_norm,
-    feed_of,
-    refusing,
-)
+from cannikin.runtime.options import DataLoaderOptions, LoaderOptions, check_names
+from cannikin.runtime.passes import CutStep, IndexSource, Passes, Source, StreamSource, job_of, refusing, trainer_of
+from cannikin.runtime.step import BatchEntry
 
-__all__ = ["HeteroDataLoader"]
+__all__ = ["HeteroBatchSampler", "HeteroDataLoader"]
 
 ADVICE = {
     "sampler": "the order of samples is set by shuffle and seed and shared by all ranks; to choose samples, wrap the "
@@ -63,62 +55,32 @@ class HeteroDataLoader:
         dataset: map-style, or an IterableDataset.
         model: the HeteroDataParallel that trains on it, or the engine `cannikin.attach` returned.
         batch_size: the *total* batch over all ranks at the start.
-        max_batch_size: the largest total batch, never more than the dataset; None keeps the total at `batch_size`.
-        local_batches: one local batch a rank, together `batch_size`: pins the split, and nothing adapts.
-        local_bounds: `(low, high)` of every local batch, or one pair a rank; None for a side leaves it open. The
-            default is 1 at least, 2 with BatchNorm in the model.
-        item_count: `item_count(batch)` is the batch's weight in items, such as tokens, where the loss is a mean over
-            those; None weights by samples.
-        shuffle: None is True, and False for an iterable dataset, whose order is its own.
-        seed: what orders the samples, along with the epoch.
-        drop_last: leave out a last batch shorter than the total batch.
-        **dataloader_kwargs: `num_workers`, `collate_fn`, `pin_memory`, `persistent_workers`, `prefetch_factor`,
-            `generator` (which seeds workers) and what else torch's DataLoader takes.
+        **options: see `LoaderOptions`, and `item_count`: `item_count(batch)` is the batch's weight in items, such as
+            tokens, where the loss is a mean over those. All other keywords are passed on to torch's DataLoader:
+            `num_workers`, `collate_fn`, `pin_memory`, `persistent_workers`, `prefetch_factor`, `generator` (which seeds
+            workers) and what else it takes.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        *,
-        model: object,
-        batch_size: int,
-        max_batch_size: int | None = None,
-        local_batches: Sequence[int] | None = None,
-        local_bounds: Bounds | None = None,
-        item_count: Callable[[Any], float] | None = None,
-        shuffle: bool | None = None,
-        seed: int = 0,
-        drop_last: bool = False,
-        **dataloader_kwargs: Any,
-    ) -> None:
-        self._feed = feed_of(model)
-        with refusing(self._feed):
-            _check_kwargs(dataloader_kwargs)
-            if item_count is not None and not callable(item_count):
-                raise InvalidInputError(f"item_count={item_count!r} must be a callable that takes a batch")
+    def __init__(self, dataset: Any, *, model: object, batch_size: int, **options: Unpack[DataLoaderOptions]) -> None:
+        trainer = trainer_of(model)
+        with refusing(trainer):
+            own, kwargs = _parted(options)
+            self.item_count: Callable[[Any], float] | None = options.get("item_count")
+            if self.item_count is not None and not callable(self.item_count):
+                raise InvalidInputError(f"item_count={self.item_count!r} must be a callable that takes a batch")
             num_samples = _length(dataset)
-            job = make_job(
-                num_ranks=self._feed.world_size,
-                batch_size=batch_size,
-                max_batch_size=max_batch_size,
-                local_batches=local_batches,
-                local_bounds=local_bounds,
-                num_samples=num_samples,
-                has_batch_norm=feed_has_batch_norm(self._feed),
-            )
-            if num_samples is not None:
-                check_length(num_samples, job.batch_size, drop_last=drop_last)
+            job = job_of(trainer, num_samples, batch_size, own)
             self.dataset = dataset
             self.batch_size = job.batch_size
-            self.item_count = item_count
             self.is_padding = False
-            shuffle = _shuffled(dataset, shuffle, self._feed.world_size)
+            seed, drop_last = own.get("seed", 0), own.get("drop_last", False)
+            shuffle = _shuffled(dataset, own.get("shuffle"), trainer.world_size)
             self._bookmark = Bookmark(num_samples=num_samples, seed=seed, shuffle=shuffle)
-            source, fetched, dataloader_kwargs = _source(dataset, seed, shuffle, dataloader_kwargs)
-            passes = Passes(self._feed, source, bookmark=self._bookmark, num_samples=num_samples, drop_last=drop_last)
+            source, fetched, kwargs = _source(dataset, seed, shuffle, kwargs)
+            passes = Passes(trainer, source, bookmark=self._bookmark, num_samples=num_samples, drop_last=drop_last)
             self._sampler = _NotedSampler(passes)
-            self._loader = DataLoader(fetched, batch_sampler=self._sampler, **dataloader_kwargs)
-        self._feed.bind(self, job, bind_settings(self, self._bookmark, drop_last=drop_last))
+            self._loader = DataLoader(fetched, batch_sampler=self._sampler, **kwargs)
+        self._feed = passes.bind(self, job)
 
     def __iter__(self) -> Iterator[Any]:
         self._check_free()
@@ -193,6 +155,99 @@ class HeteroDataLoader:
         self._bookmark.load_state_dict(state)
 
 
+class HeteroBatchSampler(Sampler[list[int]]):
+    """This rank's indices of each step, for a DataLoader of your own: `DataLoader(data, batch_sampler=...)`.
+
+        engine = cannikin.attach(ddp, optimizer)
+        sampler = cannikin.HeteroBatchSampler(data, model=engine, batch_size=64, prefetch_depth=4)
+        loader = DataLoader(data, batch_sampler=sampler, num_workers=2)
+
+    It tells the engine of a batch when it cuts the batch's indices, as it cannot see the batch come out of the
+    DataLoader: training must take the batches in order and leave none out. For the same reason `state_dict()` counts
+    batches that are cut, up to `prefetch_depth` more than were trained on: save between epochs, or with a DataLoader
+    that keeps the sampler's state of each batch (torchdata's StatefulDataLoader), or use `HeteroDataLoader`, whose
+    state counts what it yielded. Each `iter()` is a new pass, over the next epoch, and ends an older one.
+
+    Args:
+        data: the dataset, or its length.
+        model: a HeteroDataParallel or the engine `attach` returned.
+        batch_size: the *total* batch over all ranks at the start.
+        prefetch_depth: the DataLoader's num_workers * prefetch_factor; a new plan waits for this many batches.
+        **options: see `LoaderOptions`.
+    """
+
+    item_count: Callable[[Any], float] | None = None
+
+    def __init__(
+        self,
+        data: Sized | int,
+        *,
+        model: object,
+        batch_size: int,
+        prefetch_depth: int = 0,
+        **options: Unpack[LoaderOptions],
+    ) -> None:
+        trainer = trainer_of(model)
+        with refusing(trainer):
+            check_names("HeteroBatchSampler", LoaderOptions.__annotations__, None, options)
+            num_samples = whole_number("length of data", data if isinstance(data, int) else len(data), low=0)
+            job = job_of(trainer, num_samples, batch_size, options)
+            self.prefetch_depth = whole_number("prefetch_depth", prefetch_depth, low=0)
+            seed, drop_last = options.get("seed", 0), options.get("drop_last", False)
+            shuffle = options.get("shuffle") is not False
+            bookmark = Bookmark(num_samples=num_samples, seed=seed, shuffle=shuffle)
+            source = IndexSource(num_samples, seed=seed, shuffle=shuffle)
+            self._passes = Passes(trainer, source, bookmark=bookmark, num_samples=num_samples, drop_last=drop_last)
+            self._pass: object = None
+        self._feed = self._passes.bind(self, job)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if self._pass is not None:
+            self._feed.end_epoch()
+        this_pass = self._pass = object()
+        place = self._passes.bookmark.next
+        self._feed.begin_epoch(place.epoch, place.position)
+        try:
+            for step, indices in self._passes.steps():
+                self._feed.hand_out(step.entry)
+                self._passes.bookmark.advance(step.position)
+                yield indices
+                if self._pass is not this_pass:
+                    raise InvalidInputError("this pass was ended by a later iter() over the sampler: use that one")
+            self._passes.bookmark.finish()
+        finally:
+            if self._pass is this_pass:
+                self._pass = None
+                self._passes.bookmark.end()
+                self._feed.end_epoch()
+
+    def __len__(self) -> int:
+        """Steps of this pass, or between passes of the next, under the current plan."""
+        return len(self._passes)
+
+    @property
+    def sampler(self) -> HeteroBatchSampler:
+        """Itself: frameworks look for `set_epoch` on `batch_sampler.sampler`."""
+        return self
+
+    @property
+    def epoch(self) -> int:
+        """The epoch underway; between passes the one that the next `iter()` begins."""
+        return self._passes.bookmark.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make `epoch` the one that the next `iter()` begins."""
+        self._passes.bookmark.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, int]:
+        """Where in the data the passes are, counting batches that are cut; plain numbers, the same on every rank."""
+        return self._passes.bookmark.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned, on any number of ranks; the next `iter()` resumes there."""
+        self._passes.bookmark.load_state_dict(state)
+
+
 class _NotedSampler(Sampler[list[Any]]):
     """The batch sampler under the loader: notes each step it cuts, to be paired with the batch that comes of it."""
 
@@ -241,13 +296,17 @@ def _source(
     return StreamSource(dataset, reader), _AsRead(), after
 
 
-def _check_kwargs(kwargs: Mapping[str, Any]) -> None:
+def _parted(options: DataLoaderOptions) -> tuple[LoaderOptions, dict[str, Any]]:
+    """Part what is ours from what torch's DataLoader gets; refuse what neither takes."""
     for name, advice in ADVICE.items():
-        if kwargs.get(name) is not None:
+        if options.get(name) is not None:
             raise InvalidInputError(f"HeteroDataLoader takes no {name}: {advice}")
-    check_names(HeteroDataLoader, DataLoader, kwargs)
-    if not kwargs.get("in_order", True):
+    own = ("model", "batch_size", "item_count", *LoaderOptions.__annotations__)
+    check_names("HeteroDataLoader", own, DataLoader, options)
+    if not options.get("in_order", True):
         raise InvalidInputError("in_order=False: batches must come in the order of steps, which all ranks share")
+    ours: Any = {name: value for name, value in options.items() if name in own}
+    return ours, {name: value for name, value in options.items() if name not in own}
 
 
 def _length(dataset: Any) -> int | None:

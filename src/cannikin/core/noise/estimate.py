@@ -19,7 +19,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from cannikin.core.records import FloatArray
+from cannikin.core.values import FloatArray
 from cannikin.errors import InvalidInputError
 
 __all__ = ["ESTIMATORS", "ControlVariate", "NoiseEstimate", "fieller_limits", "noise_scale", "pooled_ends"]

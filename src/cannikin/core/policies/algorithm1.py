@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cannikin.core.perf import Cluster, step_time
-from cannikin.core.records import BoolArray, FloatArray, IntArray
+from cannikin.core.values import BoolArray, FloatArray, IntArray
 from cannikin.errors import InvalidInputError
 
 __all__ = ["Algorithm1Result", "Failure", "RoundedBatches", "algorithm1", "round_batches"]

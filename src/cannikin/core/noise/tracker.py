@@ -1,7 +1,7 @@
 """Gradient noise scale over many steps: averages, limits and what follows from them (paper, section 4.4).
 
-Legend as in `noise`: b_i, B, X_i, X, G signal, S noise, phi = S / G; B0 the initial total batch; S0 and S1 the pooled
-estimates of S with tail 0 and 1, D = S1 - S0, t the share of S1 in S, chosen by `ControlVariate`.
+Legend as in `estimate`: b_i, B, X_i, X, G signal, S noise, phi = S / G; B0 the initial total batch; S0 and S1 the
+pooled estimates of S with tail 0 and 1, D = S1 - S0, t the share of S1 in S, chosen by `ControlVariate`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cannikin.core.goodput import efficiency
-from cannikin.core.noise import (
+from cannikin.core.noise.estimate import (
     ControlVariate,
     NoiseEstimate,
     all_finite,
@@ -25,7 +25,8 @@ from cannikin.core.noise import (
     fieller_limits,
     pooled_ends,
 )
-from cannikin.core.records import FloatArray
+from cannikin.core.planner import Noise
+from cannikin.core.values import FloatArray, StepWindow
 from cannikin.errors import InvalidInputError, StateError
 
 __all__ = ["NoiseTracker"]
@@ -181,6 +182,38 @@ class NoiseTracker:
         total, dot = batch + before, float(dot_previous)
         total_sqnorm = (batch**2 * sqnorm + before**2 * sqnorm_before + 2 * batch * before * dot) / total**2
         return self._record([before, float(batch)], total * (total_sqnorm - dot), dot)
+
+    def observe(self, window: StepWindow) -> None:
+        """Take in every step whose norms were taken on all ranks; those with an infinite one are counted as skipped.
+
+        Of the latter the optimizer mostly takes no step (GradScaler), so their times are not valid. One rank alone is
+        compared with itself one step before, where both steps are in the window: flagged as biased.
+        """
+        previous = -2
+        for s in np.flatnonzero(window.overflowed | window.valid.all(axis=1)).tolist():
+            if np.isnan(window.local_sqnorm[s]).all():
+                continue
+            # A negative norm is no norm: counted as skipped, like one that is not finite.
+            local = np.where(window.local_sqnorm[s] >= 0, window.local_sqnorm[s], np.nan)
+            if window.num_ranks > 1:
+                self.update(window.local_batches[s], local, float(window.global_sqnorm[s]))
+            else:
+                dot = float(window.previous_dot[s])
+                known = previous == s - 1 and not np.isnan(dot)
+                self.update_single(int(window.local_batches[s, 0]), float(local[0]), dot if known else None)
+            previous = s
+
+    def summary(self) -> Noise | None:
+        """Return what is known by now, as a decision has it; None before the first step."""
+        if not self.num_steps:
+            return None
+        return Noise(
+            signal_sqnorm=self.signal_sqnorm,
+            noise_trace=self.noise_trace,
+            limits=self.limits,
+            flags=self.flags,
+            num_steps=self.num_steps,
+        )
 
     def blend(self, local_batches: npt.ArrayLike) -> float:
         """t, the share of S1 in S (0 to 1), that the next step on this split will use.

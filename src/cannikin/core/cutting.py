@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cannikin.core.records import NO_MAX, Job
+from cannikin.core.values import NO_MAX, Job
 from cannikin.errors import InvalidInputError, StateError
 
 __all__ = ["Bookmark", "Bounds", "EpochState", "cut", "make_job", "num_steps", "whole_number"]

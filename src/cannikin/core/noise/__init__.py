@@ -1,0 +1,1 @@
+"""The gradient noise scale: estimated from one step (`estimate`), tracked over many (`tracker`)."""

@@ -1,0 +1,117 @@
+"""What a planner is: windows of measured steps go in, decisions come out.
+
+All that a decision found out is in its value: drivers (the runtime, the simulator, benchmarks) and logs never look
+into a planner.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from cannikin.core.goodput import TotalChoice, efficiency
+from cannikin.core.values import Job, Plan, StepWindow
+
+__all__ = ["Decision", "DevicePlanner", "Noise", "Planner", "SpeedChange"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noise:
+    """The gradient noise as a planner knows it at the time of a decision.
+
+    Args:
+        signal_sqnorm: G, squared norm of the true gradient; NaN where it is not known.
+        noise_trace: S, trace of the covariance of one sample's gradient; NaN where it is not known.
+        limits: 90% limits of the noise scale in samples; an infinite upper one means "at least the lower".
+        flags: reasons for care, in the words of `NoiseTracker`.
+        num_steps: steps that this was estimated from.
+    """
+
+    signal_sqnorm: float
+    noise_trace: float
+    limits: tuple[float, float] = (0.0, math.inf)
+    flags: tuple[str, ...] = ()
+    num_steps: int = 0
+
+    @property
+    def noise_scale(self) -> float:
+        """phi = S/G in samples; NaN where it is not known, inf where noise drowns the signal."""
+        if math.isnan(self.noise_trace):
+            return math.nan
+        return self.noise_trace / self.signal_sqnorm if self.signal_sqnorm > 0 else math.inf
+
+    def gain(self, total_batch: int, initial_batch: int) -> float:
+        """Return how many steps at the initial batch one step at `total_batch` is worth; 1 where that is not known.
+
+        Example:
+            >>> Noise(signal_sqnorm=1.0, noise_trace=64.0).gain(192, 64)
+            1.5
+        """
+        if not self.noise_trace + self.signal_sqnorm > 0:  # not known, or no gradient at all
+            return 1.0
+        worth = efficiency(
+            total_batch, initial_batch=initial_batch, noise_trace=self.noise_trace, signal_sqnorm=self.signal_sqnorm
+        )
+        return float(worth) * total_batch / initial_batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedChange:
+    """A rank that takes `factor` times as long since `step`."""
+
+    step: int
+    rank: int
+    factor: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What a planner makes of a window: the plan, and all that it found out on the way.
+
+    Args:
+        plan: what every rank does from `plan.first_step` on.
+        noise: the gradient noise, which learning rates and progress follow where the total batch grows; None where the
+            planner measures none.
+        choice: the total batches compared, where some were.
+        changes: ranks whose speed was seen to change in this window.
+        settled: whether windows may be long; False while the planner learns, for instance after a change of speed.
+        phase: one word for logs: what the planner is doing.
+    """
+
+    plan: Plan
+    noise: Noise | None = None
+    choice: TotalChoice | None = None
+    changes: tuple[SpeedChange, ...] = ()
+    settled: bool = True
+    phase: str = ""
+
+
+class Planner(Protocol):
+    """Turns measured windows into decisions; never looks at a clock, a GPU or a file."""
+
+    def decide(self, window: StepWindow | None, job: Job, step: int) -> Decision:
+        """Learn from a window and plan.
+
+        Args:
+            window: the latest steps; None before the first, when the plan to begin with is asked for.
+            job: what may be chosen from, its upper bounds already limited to what ranks' memories hold.
+            step: the first step that a new plan can be in force from.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything learned, as plain numbers, strings, lists and dicts."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+
+
+@runtime_checkable
+class DevicePlanner(Planner, Protocol):
+    """A planner that learns something about devices which later runs can begin with (`profiles=`)."""
+
+    def profiles(self) -> list[dict[str, Any] | None]:
+        """Return one profile per rank, None where nothing is known."""
+
+    def start_from(self, profiles: list[dict[str, Any] | None]) -> None:
+        """Begin with what another run learned of these ranks' devices, before the first window."""

@@ -1,0 +1,276 @@
+"""cannikin's own planner: learn, split, choose the total batch, again and again (paper, section 4), window by window.
+
+The first window runs an even split, the second a guess that shows ranks another batch size, and from then on OptPerf
+of the model learned so far. Between windows nothing happens. A new split must promise more than the noise allows to
+believe, or the old one stays: equal ranks stay even, and loaders, compilers and the noise estimate are left in peace.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from cannikin.core.goodput import TotalChoice, choose_total, total_grid
+from cannikin.core.learner import Learner, ModelFit
+from cannikin.core.noise.tracker import NoiseTracker
+from cannikin.core.perf import Cluster, step_time
+from cannikin.core.planner import Decision, SpeedChange
+from cannikin.core.policies.plans import (
+    even_batches,
+    load_plan,
+    make_plan,
+    restoring,
+    save_plan,
+    within_bounds,
+)
+from cannikin.core.profiles import load_profiles, save_profiles
+from cannikin.core.split import SplitSolver
+from cannikin.core.values import Job, Split, StepWindow
+from cannikin.errors import InvalidInputError, StateError
+
+__all__ = ["Controller"]
+
+_TRUST = 2.0  # a rank is never given more than this times the largest batch it was measured at,
+_TRUST_DOWN = 8.0  # nor less than the smallest over this
+_GROWTH = 2.0  # nor does the total batch grow by more than this at a time: times are extrapolated
+# Gains in step time that are not believed: this much in any case, and these multiples of the precision to which a
+# rank's time is known. The best of n noisy times looks 1 to 2 times that better than it is: equal ranks stay even.
+_SAME, _STAY, _EVEN = 0.002, 0.25, 1.5
+_WORTH = 0.005  # what a change of batches must promise at least: at a new size a GPU has one slow step
+_UNSETTLED = 40  # steps after a change of speed during which the model is being learned again
+_NOISE_STEPS = 20  # steps before the noise scale is believed
+_LOADING = 0.9  # a rank whose loader takes this share of a step at least is said to wait for its data
+
+
+class Controller:
+    """The planner behind `policy="cannikin"`."""
+
+    def __init__(self, job: Job, *, batch_norm: bool = False) -> None:
+        self._job = job
+        self._learner = Learner(job.num_ranks)
+        self._noise = NoiseTracker(initial_batch=job.batch_size, batch_norm=batch_norm)
+        even = even_batches(job, job.batch_size)
+        self._plan = make_plan(0, even, reason="nothing measured yet: even split")
+        self._phase = "even"  # "guess" while the second window's split is tried, "optperf" from then on
+        self._excess = 0.0  # log of measured over modelled step time: jitter makes the slowest of n slower
+        self._last_change: int | None = None  # step at which a rank was last seen to change its speed
+
+    def decide(self, window: StepWindow | None, job: Job, step: int) -> Decision:
+        """Learn every rank's speed, the communication times and the noise scale, and plan with what is known now."""
+        if window is None:
+            return self._decision()
+        changes = self._learner.observe(window)
+        self._noise.observe(window)
+        model = self._learner.model(*job.bounds)
+        self._observe_excess(window, model.cluster)
+        in_force = bool((window.local_batches == self._plan.local_batches).all(axis=1).any())
+        choice = self._replan(step, model, job, changes, in_force=in_force)
+        if changes:
+            self._last_change = changes[-1].step
+        end = window.first_step + window.num_steps
+        settled = self._last_change is None or not self._last_change <= end < self._last_change + _UNSETTLED
+        return self._decision(choice, changes, settled=settled)
+
+    def _decision(
+        self, choice: TotalChoice | None = None, changes: tuple[SpeedChange, ...] = (), *, settled: bool = True
+    ) -> Decision:
+        return Decision(
+            plan=self._plan,
+            noise=self._noise.summary(),
+            choice=choice,
+            changes=changes,
+            settled=settled,
+            phase=self._phase,
+        )
+
+    def profiles(self) -> list[dict[str, Any] | None]:
+        """Return what is known of each rank's device, for `start_from` of a later run; None where nothing is."""
+        return save_profiles(self._learner)
+
+    def start_from(self, profiles: list[dict[str, Any] | None]) -> None:
+        """Before the first window: begin with what another run learned of these ranks' devices.
+
+        Where all ranks are known the first plan is OptPerf of that, else the even split. Profiles weigh little: a few
+        steps that say otherwise outweigh them. A damaged one raises StateError.
+        """
+        if np.isfinite(self._learner.batch_range()[0]).any():
+            raise InvalidInputError("start_from comes too late, after steps have been measured: call it on a new run")
+        known = load_profiles(self._learner, profiles)
+        model = self._learner.model(*self._job.bounds)
+        if model.cluster is None:
+            missing = ", ".join(str(rank) for rank in np.flatnonzero(~known))
+            self._plan = replace(self._plan, reason=f"even split: no stored profile of rank {missing}")
+            return
+        split = self._solver(model.cluster).split(self._plan.total_batch)
+        if not split.feasible:
+            self._plan = replace(self._plan, reason=f"even split: the stored profiles end early, {split.reason}")
+            return
+        self._settle(0, model.cluster, self._job, split, [f"from stored profiles of all {len(known)} ranks"])
+
+    def split_for(self, total_batch: int) -> Split | None:
+        """Return the best split of another total batch by what has been learned so far; None while nothing has."""
+        cluster = self.model().cluster
+        return None if cluster is None else self._solver(cluster).split(total_batch)
+
+    def model(self) -> ModelFit:
+        """Return the performance model as far as it is known, within the job's own bounds."""
+        return self._learner.model(*self._job.bounds)
+
+    def _replan(
+        self, step: int, model: ModelFit, job: Job, changes: tuple[SpeedChange, ...], *, in_force: bool
+    ) -> TotalChoice | None:
+        """Replace the plan, and return the choice among total batches, if there was one.
+
+        `in_force` is whether a step of the window ran under the plan made last.
+        """
+        before, self._plan = self._plan, within_bounds(self._plan, job, step)
+        if model.cluster is None:
+            if self._plan is before:
+                self._plan = replace(self._plan, reason=f"kept: {model.reason}")
+            return None
+        if self._phase == "even" and job.num_ranks > 1 and not self._has_two_sizes:
+            if self._guess(step, model.cluster):
+                return None
+        elif self._phase == "guess" and not in_force:
+            self._plan = replace(self._plan, reason="kept: the guess has not been measured yet")
+            return None
+        solver = self._solver(model.cluster)
+        total_batch, choice, why = self._total(solver, job)
+        split = solver.split(total_batch)
+        if not split.feasible:
+            self._plan = replace(self._plan, reason=f"kept: {split.reason}")
+            return choice
+        if not model.known.all():
+            why = [*why, model.reason]
+        news = [f"rank {c.rank} takes {c.factor:.2f} times as long since step {c.step}" for c in changes]
+        self._settle(step, model.cluster, job, split, why + news)
+        return choice
+
+    @property
+    def _has_two_sizes(self) -> bool:
+        """Whether some rank has been measured at two local batches."""
+        smallest, largest = self._learner.batch_range()
+        return bool((largest > smallest).any())
+
+    def _solver(self, cluster: Cluster) -> SplitSolver:
+        """The solver for this model, within reach of what has been measured."""
+        smallest, largest = self._learner.batch_range()
+        least = np.maximum(cluster.min_batch, np.floor(smallest / _TRUST_DOWN).astype(np.int64))
+        most = np.minimum(cluster.max_batch, np.ceil(_TRUST * largest).astype(np.int64))
+        return SplitSolver(replace(cluster, min_batch=np.minimum(least, most), max_batch=np.maximum(most, least)))
+
+    def _guess(self, step: int, cluster: Cluster) -> bool:
+        """Plan the second window, to see a second batch size: equal computing times by the prior of `fit`.
+
+        Equation 8 goes in that direction but not far: it takes all of the time measured for time per sample. Return
+        whether there is such a plan: equal ranks have no second batch size to see.
+        """
+        alone = replace(cluster, tails_s=np.zeros_like(cluster.tails_s))
+        split = self._solver(alone).split(self._plan.total_batch)
+        if not split.feasible or split.local_batches == self._plan.local_batches:
+            return False
+        reason = "a first guess, as if half of every rank's time were fixed, to see a second batch size"
+        reason = "; ".join([reason, *_waits(cluster, split.local_batches)])
+        self._plan, self._phase = make_plan(step, split.local_batches, reason=reason), "guess"
+        return True
+
+    def _settle(self, step: int, cluster: Cluster, job: Job, best: Split, why: list[str]) -> None:
+        """Plan for the best split, unless the present one or the even one is as good within the noise."""
+        now, precision = self._plan, self._learner.precision
+        total_batch, best_s = sum(best.local_batches), step_time(cluster, best.local_batches)
+        batches, phase, said = best.local_batches, "optperf", best.reason
+        even = even_batches(job, total_batch)
+        if step_time(cluster, even) <= best_s * (1 + max(_SAME, _EVEN * precision)):
+            alone = "one rank has the whole batch"
+            said = alone if len(even) == 1 else "no rank differs from another by more than the noise"
+            batches, phase = even, "even"
+        if now.total_batch == total_batch:
+            now_s = step_time(cluster, now.local_batches)
+            if batches == now.local_batches:
+                said = f"kept: {said}"
+            elif phase == "even" and self._phase == "guess":
+                pass  # what was tried only to see a second batch size is not worth keeping
+            elif now_s <= best_s * (1 + max(_WORTH, _STAY * precision)):
+                batches, phase = now.local_batches, "even" if self._phase == "even" else "optperf"
+                said = f"kept: the best split would be {1 - best_s / now_s:.1%} faster"
+            else:
+                said = f"{1 - best_s / now_s:.1%} faster than the last split; {said}"
+        predicted_s = step_time(cluster, batches) * float(np.exp(self._excess))
+        first_step = now.first_step if batches == now.local_batches else step
+        low, high = self._job.bounds
+        said_and_why = ["the local batches are set, and stay"] if (low == high).all() else [said, *why]
+        reason = "; ".join([*said_and_why, *_waits(cluster, batches)])
+        self._plan = make_plan(first_step, batches, reason=reason, predicted_step_s=predicted_s)
+        self._phase = phase
+
+    def _total(self, solver: SplitSolver, job: Job) -> tuple[int, TotalChoice | None, list[str]]:
+        """Choose the total batch with the best goodput within reach, and say why, if it may change at all."""
+        now, noise = self._plan.total_batch, self._noise
+        if job.largest_total == job.batch_size:
+            return now, None, []
+        if noise.num_steps < _NOISE_STEPS:
+            return now, None, [f"noise scale not known yet ({noise.num_steps} of {_NOISE_STEPS} steps)"]
+        grid = total_grid(job.batch_size, job.largest_total)
+        grid = np.unique(np.append(grid[grid <= _GROWTH * now], now))
+        choice = choose_total(grid, solver.step_times(grid), noise.efficiency(grid), now)
+        noise_scale = f"{noise.noise_scale:.0f}"
+        if "biased" in noise.flags:
+            noise_scale += " (biased: one rank compares consecutive steps)"
+        if math.isnan(noise.noise_scale):
+            noise_scale = "not known: one rank compares consecutive steps, and at this learning rate they point apart"
+        return choice.total_batch, choice, [f"{choice.reason}, noise scale {noise_scale}"]
+
+    def _observe_excess(self, window: StepWindow, cluster: Cluster | None) -> None:
+        """Learn how much longer steps take than the model's, once there is one."""
+        steps = np.flatnonzero(window.valid.all(axis=1))
+        if cluster is None or not len(steps):
+            return
+        modelled = np.array([step_time(cluster, window.local_batches[s]) for s in steps])
+        measured = np.median(window.interval_s[steps], axis=1)
+        excess = float(np.clip(np.median(np.log(measured / modelled)), -0.2, 0.4))
+        self._excess = excess if self._excess == 0.0 else 0.7 * self._excess + 0.3 * excess
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything learned and decided, as plain numbers, strings, lists and dicts."""
+        return {
+            "version": 1,
+            "learner": self._learner.state_dict(),
+            "noise": self._noise.state_dict(),
+            "plan": save_plan(self._plan),
+            "phase": self._phase,
+            "excess": self._excess,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned.
+
+        With another number of ranks the noise scale and the total batch are kept, and the ranks are learned anew.
+        """
+        with restoring("controller"):
+            self._restore(state)
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        if state.get("version") != 1:
+            raise StateError(f"controller state of version {state.get('version')!r}: this cannikin reads version 1")
+        self._noise.load_state_dict(state["noise"])
+        num_saved = len(state["plan"]["local_batches"])
+        if num_saved != self._job.num_ranks:
+            total = min(max(int(state["plan"]["total_batch"]), self._job.batch_size), self._job.largest_total)
+            reason = f"resumed with {self._job.num_ranks} ranks after {num_saved}: even split of the same total batch"
+            self._plan, self._phase = make_plan(0, even_batches(self._job, total), reason=reason), "even"
+            return
+        self._learner.load_state_dict(state["learner"])
+        self._plan = load_plan(state["plan"], self._job)
+        phase = str(state.get("phase") or state["plan"]["phase"])  # older states have it in the plan,
+        self._phase = "guess" if phase == "inverse" else phase  # where a guess was called so
+        self._excess = float(state["excess"])
+
+
+def _waits(cluster: Cluster, local_batches: tuple[int, ...]) -> list[str]:
+    """Return one sentence per rank that its data rather than its speed holds up."""
+    load_s, step_s = cluster.load.at(local_batches), step_time(cluster, local_batches)
+    late = np.flatnonzero(load_s >= _LOADING * step_s).tolist()
+    return [f"rank {rank} waits for its data: more loader workers would help" for rank in late]

@@ -1,0 +1,236 @@
+"""One adapter per kind of device: its clock, its copies to the host, its memory, its name, and who carries its sums.
+
+A kind that is not in `DEVICES` is refused: the host's clock would time it wrongly, and nobody would notice. Moments are
+read late so that nothing waits for the device. Only durations on one rank are ever formed; clocks of different ranks
+are never compared.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from cannikin.errors import InvalidInputError
+
+__all__ = ["DEVICES", "Cpu", "Cuda", "Device", "HostCopy", "Memory", "carrier", "find_device"]
+
+
+class HostCopy(Protocol):
+    """Values of a device on their way to the host."""
+
+    def read(self) -> list[float]:
+        """Return the values; called a step later, so that it waits for nothing."""
+
+
+class Memory(Protocol):
+    """A device's memory as this process sees it, in bytes."""
+
+    def allocated(self) -> int:
+        """Return what tensors use now."""
+
+    def peak(self) -> int:
+        """Return the most that they ever used."""
+
+    def limit(self) -> int:
+        """Return what this process may take in all."""
+
+
+class Device(Protocol):
+    """What the runtime asks of the device that a model is on.
+
+    Marks are moments in the device's order of work, turned into seconds `lag` steps later at least. `slow_at_new_sizes`
+    is whether a step with a local batch never seen before takes longer, since kernels are chosen and memory is found.
+    `memory` is None where there is nothing to learn from; `memory_bytes` is its size.
+    """
+
+    torch_device: torch.device
+    lag: int
+    slow_at_new_sizes: bool
+    memory: Memory | None
+    memory_bytes: int | None
+
+    @property
+    def name(self) -> str:
+        """What tells one kind of device from another, such as "NVIDIA A100-SXM4-80GB" or a processor's name."""
+
+    def mark(self) -> Any:
+        """Return this moment in the device's order of work."""
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Return the time between two marks; called once both have certainly passed."""
+
+    def end_marker(self, group: Any) -> Callable[[], Any]:
+        """Return what marks the end of an all-reduce over this group, called in the future's continuation."""
+
+    def copy(self, scalars: list[torch.Tensor]) -> HostCopy:
+        """Begin to copy a few scalars to the host; nothing waits for it before `read`."""
+
+
+class _OnHost:
+    """Scalars that are on the host already."""
+
+    def __init__(self, scalars: list[torch.Tensor]) -> None:
+        self._scalars = scalars
+
+    def read(self) -> list[float]:
+        """See `HostCopy`."""
+        return [scalar.item() for scalar in self._scalars]
+
+
+class Cpu:
+    """The host itself: work is done when the call returns."""
+
+    lag = 0
+    slow_at_new_sizes = False
+    memory: Memory | None = None
+    memory_bytes: int | None = None
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.torch_device = device or torch.device("cpu")
+
+    @property
+    def name(self) -> str:
+        """See `Device`."""
+        num_threads = torch.get_num_threads()
+        return f"{_processor()}, {num_threads} thread{'s' if num_threads > 1 else ''}"
+
+    def mark(self) -> float:
+        """Return seconds on the host's clock."""
+        return time.perf_counter()
+
+    def seconds(self, start: float, end: float) -> float:
+        """Return the difference of two marks."""
+        return end - start
+
+    def end_marker(self, group: Any) -> Callable[[], float]:
+        """See `Device`."""
+        return self.mark
+
+    def copy(self, scalars: list[torch.Tensor]) -> HostCopy:
+        """See `Device`."""
+        return _OnHost(scalars)
+
+
+class Cuda:
+    """An NVIDIA or AMD GPU: events on the current stream, placed on the host's clock by an anchor of known host time.
+
+    A mark is an event, or a host time where a callback runs on a host thread (gloo's continuation): an event recorded
+    there would queue behind backward's kernels and read late.
+    """
+
+    lag = 1  # the host may be ahead of the device by most of a step
+    slow_at_new_sizes = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.torch_device = device
+        self.memory: Memory | None = _CudaMemory(device)
+        self.memory_bytes: int | None = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.synchronize(device)  # once, at construction
+        self._anchor = self.mark()
+        self._anchor_s = time.perf_counter()
+
+    @property
+    def name(self) -> str:
+        """See `Device`; a share of a card (MPS) is a device of its own."""
+        share = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
+        return torch.cuda.get_device_name(self.torch_device) + (f", {share}% share" if share else "")
+
+    def mark(self) -> torch.cuda.Event:
+        """Return an event on the device's current stream."""
+        event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.torch_device))
+        return event
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Return the time between two marks, each an event or a host time."""
+        return self._host_s(end) - self._host_s(start)
+
+    def _host_s(self, mark: Any) -> float:
+        if isinstance(mark, float):
+            return mark
+        mark.synchronize()  # returns at once where the event is `lag` steps old and the host not further ahead
+        return self._anchor_s + float(self._anchor.elapsed_time(mark)) / 1e3
+
+    def end_marker(self, group: Any) -> Callable[[], Any]:
+        """See `Device`; NCCL's continuation runs in the order of a stream, gloo's on a host thread of its own."""
+        return self.mark if carrier(group, self.torch_device) == "nccl" else time.perf_counter
+
+    def copy(self, scalars: list[torch.Tensor]) -> HostCopy:
+        """See `Device`; in two kernels for all of them."""
+        return _FromCuda(scalars) if scalars and scalars[0].is_cuda else _OnHost(scalars)
+
+
+class _FromCuda:
+    """Scalars of a GPU, copied into pinned memory: a copy to any other would wait for the device here."""
+
+    def __init__(self, scalars: list[torch.Tensor]) -> None:
+        values = torch.stack(scalars).double()
+        self._pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        self._pinned.copy_(values, non_blocking=True)
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._copied.record()
+
+    def read(self) -> list[float]:
+        """See `HostCopy`."""
+        self._copied.synchronize()
+        values: list[float] = self._pinned.tolist()
+        return values
+
+
+class _CudaMemory:
+    """`torch.cuda`'s own statistics."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def allocated(self) -> int:
+        """See `Memory`."""
+        return torch.cuda.memory_allocated(self._device)
+
+    def peak(self) -> int:
+        """See `Memory`."""
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def limit(self) -> int:
+        """Return what is free now and what torch has taken already, within a fraction that the user set."""
+        free, total = torch.cuda.mem_get_info(self._device)
+        fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)(self._device)
+        return int(min(free + torch.cuda.memory_reserved(self._device), fraction * total))
+
+
+DEVICES: dict[str, Callable[[torch.device], Device]] = {"cpu": Cpu, "cuda": Cuda}
+
+
+def find_device(device: torch.device) -> Device:
+    """Return the adapter of the device that a model is on."""
+    if device.type not in DEVICES:
+        raise InvalidInputError(
+            f"the model is on {str(device)!r}: cannikin can time {' and '.join(DEVICES)} devices only, and would "
+            "measure this one wrongly; move the model to one of those"
+        )
+    return DEVICES[device.type](device)
+
+
+def carrier(group: Any, device: torch.device) -> str:
+    """Return the backend that carries this device's collectives over a group, whatever the group is called.
+
+    A group that was made without naming a backend has one for each kind of device.
+    """
+    backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+    return str(backends.get(device.type, "none"))
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())

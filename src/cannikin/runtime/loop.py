@@ -1,0 +1,365 @@
+"""One training step, in the order in which it happens, from taking its batch to counting its progress.
+
+    the loader hands a batch out            hand_out
+    forward begins: the batch is taken      _before_forward, _take: what is due between the ranks is done first
+    forward ends: its outputs are marked    _after_forward
+    backward begins, buckets are reduced    the marks of `weighting`, then `hook`
+    the optimizer steps                     _before_optimizer, _after_optimizer
+
+Hooks around forward, gradients and optimizer write all of it into the step in progress. Nothing waits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from cannikin.core.schedule import takes_norms
+from cannikin.core.values import Plan
+from cannikin.errors import BatchMatchError, InvalidInputError
+from cannikin.runtime.coordinator import Coordinator, Happened, Unplanned
+from cannikin.runtime.device import Device
+from cannikin.runtime.exchange import Exchange
+from cannikin.runtime.hook import Reducer
+from cannikin.runtime.memory import MemoryGauge, is_out_of_memory
+from cannikin.runtime.profile_store import ProfileKeeper
+from cannikin.runtime.recorder import Recorder
+from cannikin.runtime.step import BatchEntry, BatchQueue, Part, StepInProgress, check_size
+from cannikin.runtime.update import Update
+from cannikin.runtime.weighting import RunningStatistics, scale_outputs, watch_outputs, weigh
+
+__all__ = ["Loop"]
+
+_UNUSED = 30  # gradients that nobody used after which somebody should look
+
+
+class Loop:
+    """The steps of one module; a loader that is bound to the model feeds it (`step.Feed`).
+
+    Args:
+        device, exchange, reducer, update, statistics, recorder: of this model.
+        weighting: "hook", "loss" or "none".
+        grad_scaler: one that is enabled, if any.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: Device,
+        exchange: Exchange,
+        reducer: Reducer,
+        update: Update,
+        statistics: RunningStatistics,
+        recorder: Recorder,
+        weighting: str,
+        grad_scaler: Any,
+    ) -> None:
+        self.coordinator: Unplanned | Coordinator = Unplanned()
+        self.keeper: ProfileKeeper | None = None  # of what is learned about devices, on rank 0
+        self.queue = BatchQueue()
+        self.memory = MemoryGauge(device.memory)
+        self.goal: float | None = None  # passes of progress that the loop has asked for (`epochs`)
+        self._device, self._exchange, self._reducer, self._update = device, exchange, reducer, update
+        self._statistics, self._recorder = statistics, recorder
+        self._weighting, self._grad_scaler = weighting, grad_scaler
+        self._item_count: Callable[[Any], float] | None = None
+        self._part: Part | None = None  # the micro-batch in hand
+        self._cuts_batches = False  # the script uses micro_batches()
+        self._sizes: set[int] = set()  # that steps were finished with
+        self._unsynced = 0  # backward passes under no_sync whose gradients wait for the next synchronised one
+        self._num_taken = 0
+        self._num_unused: int | None = 0  # gradients that no optimizer step of ours has used; None after the first one
+        self._pass: dict[str, int] | None = None  # where a pass begins, until the ranks have agreed on it
+        self._pass_over = False
+
+    def register(self, module: torch.nn.Module) -> None:
+        """Set the hooks around forward and the optimizer."""
+        # Hooks run outside of forward, so its own exemption from the compiler does not cover them.
+        undisturbed: Any = torch.compiler.disable
+        module.register_forward_pre_hook(undisturbed(self._before_forward), with_kwargs=True)
+        module.register_forward_hook(undisturbed(self._after_forward))
+        self._update.optimizer.register_step_pre_hook(self._before_optimizer)
+        self._update.optimizer.register_step_post_hook(self._after_optimizer)
+
+    def begin(self, coordinator: Coordinator, item_count: Callable[[Any], float] | None) -> None:
+        """Follow the plans of this coordinator from now on: a loader has been bound."""
+        self.coordinator, self._item_count = coordinator, item_count
+
+    @property
+    def step(self) -> StepInProgress | None:
+        """The step in training."""
+        return self._reducer.step
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether a loader of ours hands out the batches."""
+        return isinstance(self.coordinator, Coordinator)
+
+    # The loader hands out batches (see `step.Feed`).
+
+    @property
+    def next_step(self) -> int:
+        """Number of the first step that no batch has been handed out for yet."""
+        return self.queue.next_step
+
+    def plan_at(self, step: int) -> Plan:
+        """Return the plan in force at this step."""
+        plan = self.coordinator.plan_at(step)
+        assert plan is not None, "only a loader that is bound asks"
+        return plan
+
+    def begin_epoch(self, epoch: int, position: int) -> None:
+        """Begin a new iteration, at this sample of this epoch."""
+        self.queue.begin_pass()
+        self._pass = {"epoch": epoch, "position": position, "step": self.next_step}
+        goal = {} if self.goal is None else {"goal": self.goal}
+        self._recorder.start()
+        self._recorder.event(self.next_step, "epoch", {"epoch": epoch, "position": position, **goal})
+
+    def hand_out(self, entry: BatchEntry) -> None:
+        """Queue a batch that is being yielded: its backward is to be weighted and measured."""
+        if entry.items is not None:
+            entry = replace(entry, item_total=self._exchange.start_sum(entry.items))
+        self.queue.add(entry)
+        self._pass_over = False
+
+    def complete_epoch(self) -> None:
+        """Make BatchNorm's statistics the same on all ranks, for the evaluation: every batch was handed out."""
+        self.queue.complete_pass()
+        self._average_statistics()
+
+    def end_epoch(self) -> None:
+        """Let what is under way arrive: the iterator ends, and nothing of ours stays outstanding."""
+        self._pass_over = True
+        self._exchange.wait()
+        if self.keeper is not None:
+            self.keeper.save()
+
+    def micro_batches(self, module: Any, batch: Any, num_parts: int | None) -> Iterator[Any]:
+        """Cut a batch along dimension 0, hold synchronisation back on all parts but the last, and weight each part.
+
+        The batch in hand is not used up before the last part is. Where left out, `num_parts` is what memory asks for.
+        """
+        tensors = [x for x in pytree.tree_leaves(batch) if isinstance(x, torch.Tensor)]
+        if not tensors:
+            raise InvalidInputError("micro_batches() got no tensor to cut")
+        size = len(tensors[0])
+        num_parts = -(-size // max(1, min(self.memory.max_batch, size))) if num_parts is None else num_parts
+        bounds = torch.linspace(0, size, max(1, min(num_parts, size)) + 1).round().long().tolist()
+        synced = self._reducer.syncs(module)  # False in an outer no_sync
+        try:
+            for start, end in itertools.pairwise(bounds):
+                part = pytree.tree_map(lambda x: x[start:end] if isinstance(x, torch.Tensor) else x, batch)  # noqa: B023
+                self._begin_part(part, (end - start) / size, synced=synced)
+                with nullcontext() if end == size else module.no_sync():
+                    yield part
+        finally:
+            self._part = None
+
+    def _begin_part(self, part: Any, share: float, *, synced: bool) -> None:
+        """Let the next forward take this part, a share of the batch in hand.
+
+        `synced` is whether the last part will be: the batch is not one of several that accumulate.
+        """
+        step = self.current_or_next()
+        self._cuts_batches = True
+        step.part_size = max(step.part_size, round(share * step.entry.local_batch))
+        items = step.entry.items
+        if items is not None and self._item_count is None:
+            raise InvalidInputError("micro_batches() of items needs item_count= of the loader to weigh the parts")
+        share = self._item_count(part) / items if items and self._item_count is not None else share
+        self._part = Part(share=share, synced=synced)
+
+    # Forward.
+
+    def _before_forward(self, module: Any, args: Any, kwargs: Any) -> None:
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        step = self.current_or_next()
+        if self._part is None:
+            check_size(step.entry, args, kwargs)
+        if step.forward_start is None:
+            step.forward_start = self._device.mark()
+
+    def current_or_next(self) -> StepInProgress:
+        """Return the step that a training forward now belongs to."""
+        step = self.step
+        if step is None or (self._part is None and self.queue.is_over(step)):
+            return self._take()
+        return step
+
+    def _take(self) -> StepInProgress:
+        """Finish with the step before, do what is due between ranks, and begin the oldest step in the queue."""
+        entry, previous, scale = self.queue.take(), self.step, self._loss_scale()
+        if previous is not None:
+            previous.next_scale = scale
+            previous.unwatch()
+            if previous.backward_began:
+                self._unsynced = 0 if previous.synced else self._unsynced + 1
+                self._warn_if_unused(previous)
+        if isinstance(self.coordinator, Coordinator):
+            self._meet(self.coordinator, entry, previous)
+        step = StepInProgress(entry=entry, valid=self._num_taken >= self._reducer.num_first_steps, loss_scale=scale)
+        step.previous_end = None if previous is None else previous.optimizer_end
+        # Products with the step before must be with the step before.
+        step.take_norms = takes_norms(self._num_taken) or self._reducer.compares
+        self._num_taken += 1
+        self.memory.begin_step(entry.local_batch)
+        self._reducer.step = step
+        return step
+
+    def _meet(self, coordinator: Coordinator, entry: BatchEntry, previous: StepInProgress | None) -> None:
+        """Do what ranks do together at fixed steps, between the end of one step and the next."""
+        if self._pass is not None:
+            batches = coordinator.plan_at(entry.step).local_batches
+            place, self._pass = {**self._pass, "progress": self._update.progress, "local_batches": batches}, None
+            self._exchange.check_agreement(place, "load the same saved state on every rank, and begin passes together")
+        if previous is not None:
+            coordinator.add(previous)
+        if self._pass_over and not self.queue:  # looked ahead: nobody will come to finish what starts now
+            self._exchange.wait()
+            return
+        if not self._cuts_batches:
+            coordinator.max_batch = self.memory.max_batch
+        happened = coordinator.tick(entry.step)
+        self._record(coordinator, happened)
+        if happened.window_ended:
+            self._average_statistics()
+
+    def _record(self, coordinator: Coordinator, happened: Happened) -> None:
+        """Tell the observers of a decision, on rank 0."""
+        if happened.decision is None or happened.gathered is None:
+            return
+        schedule, progress = coordinator.schedule, self._update.progress
+        num_samples = schedule.job.num_samples
+        self._recorder.decided(
+            happened.gathered,
+            happened.decision,
+            progress=None if num_samples is None else progress * schedule.job.batch_size / num_samples,
+            lr_factor=self._update.factor(schedule, 0 if self.step is None else self.step.entry.step),
+            bucket_bytes=tuple(self._reducer.bucket_bytes),
+        )
+
+    def _average_statistics(self) -> None:
+        if self.step is not None:
+            entry = self.step.entry
+            self._statistics.average(entry.local_batch / entry.total_batch)
+
+    def _warn_if_unused(self, previous: StepInProgress) -> None:
+        """Say so once where another optimizer steps the parameters, or none."""
+        if self._num_unused is None or not (previous.synced and self.is_bound):
+            return
+        self._num_unused += 1
+        if self._num_unused == _UNUSED:
+            warnings.warn(
+                f"{_UNUSED} gradients, and step() of the optimizer that HeteroDataParallel was given has not been "
+                "called: nothing is measured and no learning rate is scaled; give it the optimizer that the loop steps",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _loss_scale(self) -> torch.Tensor | None:
+        """Return what a GradScaler multiplies the next loss by, as it is now."""
+        if self._grad_scaler is None:
+            return None
+        scale = getattr(self._grad_scaler, "_scale", None)  # its public get_scale() would wait for the device
+        if scale is None:  # before the first loss, when get_scale() has nothing to wait for
+            return torch.full((), self._grad_scaler.get_scale(), device=self._device.torch_device)
+        kept: torch.Tensor = scale.clone()
+        return kept
+
+    def _after_forward(self, module: Any, args: Any, output: Any) -> Any:
+        step, part = self.step, self._part
+        if step is None or not (module.training and torch.is_grad_enabled()):
+            return output
+        synced = self._reducer.syncs(module) if part is None else part.synced
+        step.accumulated = self._unsynced > 0
+        world_size = self._exchange.world_size
+        inward = weigh(step, self._weighting, world_size, accumulating=not synced or self._unsynced > 0)
+        share = 1.0 if part is None else part.share
+
+        def begin(*_: Any) -> None:
+            # Of a batch in parts, all but the last one's backward counts as what comes before.
+            if step.backward_start is None or (part is not None and not step.synced):
+                step.backward_start = self._device.mark()
+
+        def begin_and_weigh() -> float:
+            begin()
+            return share * world_size * step.share() if inward else share
+
+        scaled = inward or part is not None
+        if scaled:
+            output, num_marked = scale_outputs(output, begin_and_weigh)
+        else:
+            handles = watch_outputs(output, begin)
+            step.watches += handles
+            num_marked = len(handles)
+        if num_marked == 0 and self._num_taken == 1:
+            _explain_unmarked(output, needed=scaled)
+        return output
+
+    def explain(self, error: BaseException) -> None:
+        """Say what to do where a training step ran out of memory."""
+        step = self.step
+        if is_out_of_memory(error) and step is not None and step.optimizer_end is None:
+            advice = self.memory.advice(self._exchange.rank, step.forward_size)
+            if advice not in getattr(error, "__notes__", ()):
+                error.add_note(advice)
+
+    # The optimizer.
+
+    def _before_optimizer(
+        self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._begin_update()
+            return None
+
+        def train_and_begin_update() -> Any:
+            # Lightning trains in here: the update begins once it is done.
+            loss = closure()
+            self._begin_update()
+            return loss
+
+        return (args[0], train_and_begin_update, *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}
+
+    def _begin_update(self) -> None:
+        step, self._num_unused = self.step, None
+        if self._reducer.unmatched and self.is_bound:
+            self._reducer.unmatched = False
+            raise BatchMatchError(
+                "optimizer.step() with gradients of a forward in eval mode, which cannot be matched to a batch and are "
+                "not weighted: train with model.train(), and to freeze layers call eval() on those, in model.module"
+            )
+        if step is not None and step.synced:
+            step.optimizer_start = self._device.mark()
+        if isinstance(self.coordinator, Coordinator):
+            self._update.begin(self._update.factor(self.coordinator.schedule, 0 if step is None else step.entry.step))
+
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        step = self.step
+        self._update.end(self.coordinator.gain_at(0 if step is None else step.entry.step))
+        if step is not None and step.optimizer_start is not None:
+            step.optimizer_end = self._device.mark()
+            self.memory.end_step(step.forward_size)
+            if self._device.slow_at_new_sizes and step.forward_size not in self._sizes:
+                self._sizes.add(step.forward_size)
+                step.valid = False
+
+
+def _explain_unmarked(output: Any, *, needed: bool) -> None:
+    """Say what follows where forward's output has nothing to mark."""
+    text = f"forward returned a {type(output).__name__} in which no tensor with a gradient was found"
+    advice = "return tensors, also in lists, tuples, dicts or dataclasses"
+    if needed:
+        raise InvalidInputError(f"{text}, so its loss cannot be weighted: {advice}")
+    effect = "gradients are right, but this rank's time cannot be measured and nothing adapts"
+    warnings.warn(f"{text}: {effect}; {advice}", RuntimeWarning, stacklevel=2)

@@ -1,0 +1,157 @@
+"""The keywords of models and loaders, each written, typed and documented once; and wrong ones answered with advice."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypedDict
+
+import torch
+
+from cannikin.core.cutting import Bounds
+from cannikin.core.lr import LrRule
+from cannikin.core.planner import Planner
+from cannikin.errors import InvalidInputError
+from cannikin.runlog import Observer
+
+__all__ = ["DataLoaderOptions", "DdpOptions", "LoaderOptions", "Options", "check_model", "check_names"]
+
+
+class Options(TypedDict, total=False):
+    """The keywords of `HeteroDataParallel`, `attach` and `Engine`, all optional.
+
+    Args:
+        policy: "cannikin" (the default), "even", "lb-bsp", "adaptdl", "paper" or a `Planner`; CANNIKIN_POLICY in the
+            environment overrides the default.
+        weighting: where a rank's weight is applied: "auto" (the default), "hook", "loss" or "none" (see `weighting`).
+        lr_rule: how learning rates follow the total batch: "auto" (the default), "adascale", "adamscale", "linear",
+            "sqrt", "legw", "none", or an `LrRule`.
+        warmup_steps: length of LEGW's warm-up at the initial batch, 0 by default.
+        grad_scaler: the `torch.amp.GradScaler` in use, if any.
+        comm_wrapper: DDP's `fp16_compress_wrapper` or `bf16_compress_wrapper`.
+        observers: told of every window, plan and event, on rank 0.
+        run_dir: folder for the run log, `runlog.jsonl`; None, the default, writes nothing.
+        profiles: file of what earlier runs learned about devices, to start from and to add to; None for neither.
+    """
+
+    policy: str | Planner | None
+    weighting: str
+    lr_rule: str | LrRule
+    warmup_steps: float
+    grad_scaler: Any
+    comm_wrapper: Any
+    observers: Sequence[Observer]
+    run_dir: str | Path | None
+    profiles: str | Path | None
+
+
+class DdpOptions(Options, total=False):
+    """The keywords of `HeteroDataParallel`: those of `Options`, and what DistributedDataParallel takes."""
+
+    device_ids: Any
+    output_device: Any
+    dim: int
+    broadcast_buffers: bool
+    init_sync: bool
+    process_group: Any
+    bucket_cap_mb: float | None
+    find_unused_parameters: bool
+    check_reduction: bool
+    gradient_as_bucket_view: bool
+    static_graph: bool
+    delay_all_reduce_named_params: Any
+    param_to_hook_all_reduce: Any
+    mixed_precision: Any
+    device_mesh: Any
+    skip_all_reduce_unused_params: bool
+    forward_sync_buffers: bool
+
+
+class LoaderOptions(TypedDict, total=False):
+    """The keywords that `HeteroDataLoader` and `HeteroBatchSampler` share beside `model` and `batch_size`.
+
+    Args:
+        max_batch_size: the largest total batch, never more than the dataset; None, the default, keeps the total at
+            `batch_size`.
+        local_batches: one local batch per rank, together `batch_size`: pins the split, and nothing adapts.
+        local_bounds: `(low, high)` of every local batch, or one pair per rank; None for a side leaves it open. The
+            default is 1 at least, 2 with BatchNorm in the model.
+        shuffle: None, the default, is True, and False for an iterable dataset, whose order is its own.
+        seed: what orders the samples, along with the epoch; 0 by default.
+        drop_last: leave out a last batch shorter than the total batch; False by default.
+    """
+
+    max_batch_size: int | None
+    local_batches: Sequence[int] | None
+    local_bounds: Bounds | None
+    shuffle: bool | None
+    seed: int
+    drop_last: bool
+
+
+class DataLoaderOptions(LoaderOptions, total=False):
+    """The keywords of `HeteroDataLoader`: those of `LoaderOptions`, its own, and what torch's DataLoader takes.
+
+    Args:
+        item_count: `item_count(batch)` is the batch's weight in items, such as tokens, where the loss is a mean over
+            those; None, the default, weights by samples.
+    """
+
+    item_count: Callable[[Any], float] | None
+    num_workers: int
+    collate_fn: Any
+    pin_memory: bool
+    timeout: float
+    worker_init_fn: Any
+    multiprocessing_context: Any
+    generator: Any
+    prefetch_factor: int | None
+    persistent_workers: bool
+    pin_memory_device: str
+    in_order: bool
+    sampler: Any
+    batch_sampler: Any
+
+
+def check_names(owner: str, own: Iterable[str], base: Callable[..., Any] | None, given: Iterable[str]) -> None:
+    """Refuse keywords that are neither `owner`'s own nor taken by the torch class `base`, which gets all others.
+
+    Example:
+        >>> check_names("attach", ["policy"], None, ["polcy"])
+        Traceback (most recent call last):
+            ...
+        TypeError: attach takes no polcy=: did you mean policy?
+    """
+    known = [*own, *(() if base is None else inspect.signature(base).parameters)]
+    for name in given:
+        if name in known:
+            continue
+        close = get_close_matches(name, known, 1)
+        advice = "its keywords are " + ", ".join(known)
+        if owner != "HeteroDataLoader" and name in ("batch_size", *LoaderOptions.__annotations__, "item_count"):
+            advice = "that is for HeteroDataLoader"
+        elif close:
+            advice = f"did you mean {close[0]}?"
+        elif base is not None:
+            advice = f"neither does {base.__name__}, which gets all other keywords"
+        raise TypeError(f"{owner} takes no {name}=: {advice}")
+
+
+def check_model(module: object, optimizer: object) -> None:
+    """Refuse a module and an optimizer that do not belong together: nothing would be trained, or measured."""
+    if not isinstance(module, torch.nn.Module):
+        raise InvalidInputError(
+            f"the model is a {type(module).__name__}, not a torch.nn.Module: the order is HeteroDataParallel(module, "
+            "optimizer)"
+        )
+    groups = getattr(optimizer, "param_groups", None)
+    if groups is None:
+        raise InvalidInputError(f"the optimizer is a {type(optimizer).__name__}: give a torch.optim.Optimizer")
+    own = {id(parameter) for parameter in module.parameters()}
+    if not any(id(parameter) in own for group in groups for parameter in group["params"]):
+        raise InvalidInputError(
+            "the optimizer has none of the model's parameters: build it from module.parameters() of the module that "
+            "is wrapped, and wrap that one"
+        )

@@ -1,0 +1,228 @@
+"""The two vectors that ranks exchange, both with named columns: measurements to rank 0, a decision from it.
+
+Columns are those of a numpy record type, 8 bytes each, so that a vector is one tensor and nothing is pickled. A new
+statistic of a step is a name in `_STEP`, a value in `encode_steps` and a field of `StepWindow`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from statistics import median
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cannikin.core.planner import Decision, Noise
+from cannikin.core.values import NO_MAX, FloatArray, Plan, StepWindow
+from cannikin.errors import DisagreementError
+from cannikin.runtime.device import Device, HostCopy
+from cannikin.runtime.step import StepInProgress
+
+__all__ = [
+    "Gathered",
+    "check_cuts",
+    "decode_decision",
+    "decode_steps",
+    "empty_decision",
+    "encode_decision",
+    "encode_steps",
+    "merge_windows",
+    "start_reading",
+]
+
+# Of a rank: batches cut ahead of the one in training, and the largest batch that its memory holds.
+_RANK = ("num_ahead", "max_batch")
+# Of each of its steps, before the moments of the buckets; g' is the gradient of the step before.
+_STEP = (
+    "valid",
+    "local_batch",
+    "total_batch",
+    "before_s",
+    "load_s",
+    "other_s",
+    "local_sqnorm",  # |g_i|^2
+    "global_sqnorm",  # |g|^2
+    "previous_dot",  # g . g'
+)
+
+
+def _step_type(num_buckets: int) -> np.dtype[np.void]:
+    moments = [(name, np.float64, (num_buckets,)) for name in ("ready_s", "done_s")]
+    return np.dtype([*((name, np.float64) for name in _STEP), *moments])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Gathered:
+    """What rank 0 makes of all ranks' vectors.
+
+    Args:
+        window: for the planner.
+        load_s: waiting for data, [S, n]; the window has it too where loading goes on beside the training.
+        other_s: the user's own work between steps beyond what is usual, [S, n].
+        num_ahead: batches that some rank has cut beyond the one in training.
+    """
+
+    window: StepWindow
+    load_s: FloatArray
+    other_s: FloatArray
+    num_ahead: int
+
+
+def start_reading(steps: list[StepInProgress], device: Device) -> HostCopy:
+    """Begin to copy all that these steps measured on their device to the host."""
+    return device.copy([tensor for step in steps for tensor in (*chain(*step.norms()), *_scales(step))])
+
+
+def _scales(step: StepInProgress) -> list[torch.Tensor]:
+    """Return what a GradScaler multiplied the losses of this step and of the next one by; [] where there is none."""
+    return [scale for scale in (step.loss_scale, step.next_scale) if scale is not None]
+
+
+def _read_norms(step: StepInProgress, values: Iterator[float]) -> list[float]:
+    """Return |g_i|^2, |g|^2 and g . g': NaN where not taken, infinite where the gradient was not finite.
+
+    A GradScaler that lowers its scale after a step has found that in it; else the norms tell, or the sample.
+    """
+    *norms, sample = ([next(values) for _ in kind] for kind in step.norms())
+    scale, after = [next(values) for _ in _scales(step)] or (1.0, 1.0)
+    sums = [_unscaled(sum(kind), scale) if kind else math.nan for kind in norms]
+    if after < scale or not math.isfinite(sum(sample)):
+        sums[1] = math.inf
+    return [sums[0] * step.norm_scale, *sums[1:]]
+
+
+def _unscaled(norm: float, scale: float) -> float:
+    """Return infinity where it is not a number, and where the scale has fallen to 0, as in a run that has diverged."""
+    return norm / scale**2 if scale and math.isfinite(norm) else math.inf
+
+
+def encode_steps(
+    steps: list[StepInProgress],
+    measured: HostCopy,
+    device: Device,
+    *,
+    num_ahead: int = 0,
+    max_batch: int = NO_MAX,
+) -> torch.Tensor:
+    """Return these steps as one vector of float64.
+
+    What lies between steps every time (zeroing gradients, copying the batch to the device, clipping) is part of
+    `before`: its median over the window, so that an evaluation now and then is not.
+    """
+    records = [step.close(device) for step in steps]
+    gaps = [record.other_s for record in records if record.valid]
+    usual = median(gaps) if gaps else 0.0
+    num_buckets = max([1, *(len(step.ready) for step in steps)])  # 1 where gradients only piled up, under no_sync
+    values = iter(measured.read())
+    table = np.full(len(steps), math.nan, dtype=_step_type(num_buckets))
+    for row, step, record in zip(table, steps, records, strict=True):
+        entry = step.entry
+        row["valid"] = record.valid and len(record.ready_s) == num_buckets
+        row["local_batch"] = entry.local_batch
+        # Totals are compared between ranks; a batch of the user's own (use_batch) is not ours to check.
+        row["total_batch"] = entry.total_batch if entry.checked else 0
+        row["before_s"] = record.before_s + usual
+        row["load_s"] = record.load_s
+        row["other_s"] = max(0.0, record.other_s - usual)
+        row["local_sqnorm"], row["global_sqnorm"], row["previous_dot"] = _read_norms(step, values)
+        if row["valid"]:
+            row["ready_s"], row["done_s"] = record.ready_s, record.done_s
+    head = np.array([num_ahead, max_batch], dtype=np.float64)
+    return torch.from_numpy(np.concatenate([head, table.view(np.float64)]))
+
+
+def decode_steps(sent: torch.Tensor, num_steps: int) -> npt.NDArray[Any]:
+    """Return what ranks sent of each step, as records with the columns' names, [S, n]."""
+    numbers = sent[:, len(_RANK) :].numpy()
+    num_buckets = (numbers.shape[1] // num_steps - len(_STEP)) // 2
+    table: npt.NDArray[Any] = np.ascontiguousarray(numbers).view(_step_type(num_buckets)).T
+    return table
+
+
+def merge_windows(sent: torch.Tensor, first_step: int, num_steps: int, *, loaded_alone: bool = False) -> Gathered:
+    """Make one window of all ranks' vectors, [n, length]; `loaded_alone` as in `BatchEntry`."""
+    table = decode_steps(sent, num_steps)
+    ahead, max_batch = sent[:, : len(_RANK)].numpy().T
+    valid = table["valid"] == 1
+    load_s, other_s = (np.where(valid, table[name], 0.0) for name in ("load_s", "other_s"))
+    window = StepWindow(
+        first_step=first_step,
+        local_batches=np.maximum(table["local_batch"], 1).astype(np.int64),
+        before_s=np.where(valid, table["before_s"], 1.0),
+        ready_s=np.where(valid[..., None], table["ready_s"], 1.0),
+        done_s=np.where(valid[..., None], table["done_s"], 1.0),
+        local_sqnorm=table["local_sqnorm"].copy(),
+        global_sqnorm=table["global_sqnorm"][:, 0].copy(),
+        valid=valid,
+        load_s=np.zeros_like(load_s) if loaded_alone else load_s,
+        max_batch=max_batch.astype(np.int64),
+        previous_dot=table["previous_dot"][:, 0].copy(),
+    )
+    return Gathered(window=window, load_s=load_s, other_s=other_s, num_ahead=int(ahead.max()))
+
+
+def check_cuts(sent: torch.Tensor, first_step: int, num_steps: int) -> None:
+    """Raise `DisagreementError` where ranks cut a step differently: some samples would be seen twice, others never.
+
+    Every step's local batches must add up to the total that each rank took it for.
+    """
+    table = decode_steps(sent, num_steps)
+    batches, totals = table["local_batch"], table["total_batch"]
+    wrong = (totals > 0).all(axis=1) & (totals != batches.sum(axis=1, keepdims=True)).any(axis=1)
+    if wrong.any():
+        step = int(wrong.argmax())
+        cut, total = batches[step].astype(int).tolist(), totals[step].astype(int).tolist()
+        raise DisagreementError(
+            f"ranks cut step {first_step + step} differently, into local batches {cut} of totals {total}: take "
+            "batches from the loader in the same order on every rank, none ahead of the others"
+        )
+
+
+def _decision_type(num_ranks: int) -> np.dtype[np.void]:
+    numbers = ("predicted_step_s", "signal_sqnorm", "noise_trace")
+    return np.dtype(
+        [
+            ("first_step", np.int64),
+            ("settled", np.int64),
+            *((name, np.float64) for name in numbers),
+            ("local_batches", np.int64, (num_ranks,)),
+        ]
+    )
+
+
+def empty_decision(num_ranks: int) -> torch.Tensor:
+    """Return a vector that a decision can be received into."""
+    return torch.empty(_decision_type(num_ranks).itemsize // 8, dtype=torch.int64)
+
+
+def encode_decision(decision: Decision) -> torch.Tensor:
+    """Return what all ranks need of a decision as int64: floats travel by their bits, so that ranks have the same."""
+    plan, noise = decision.plan, decision.noise
+    row = np.zeros(1, dtype=_decision_type(len(plan.local_batches)))
+    row["first_step"], row["settled"] = plan.first_step, decision.settled
+    row["predicted_step_s"] = math.nan if plan.predicted_step_s is None else plan.predicted_step_s
+    row["signal_sqnorm"] = math.nan if noise is None else noise.signal_sqnorm
+    row["noise_trace"] = math.nan if noise is None else noise.noise_trace
+    row["local_batches"] = plan.local_batches
+    return torch.from_numpy(row.view(np.int64))
+
+
+def decode_decision(values: torch.Tensor, num_ranks: int) -> Decision:
+    """Return what `encode_decision` was given; a reason does not travel, so the receiver states its own."""
+    row = values.numpy().view(_decision_type(num_ranks))[0]
+    batches, predicted_s = tuple(row["local_batches"].tolist()), float(row["predicted_step_s"])
+    signal, trace = float(row["signal_sqnorm"]), float(row["noise_trace"])
+    plan = Plan(
+        first_step=int(row["first_step"]),
+        total_batch=sum(batches),
+        local_batches=batches,
+        predicted_step_s=None if math.isnan(predicted_s) else predicted_s,
+        reason="as rank 0 planned",
+    )
+    noise = None if math.isnan(trace) else Noise(signal_sqnorm=signal, noise_trace=trace)
+    return Decision(plan=plan, noise=noise, settled=bool(row["settled"]))
