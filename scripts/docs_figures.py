@@ -11,8 +11,8 @@ from pathlib import Path
 
 from benchmarks.drawing import Points, lines
 from cannikin.runlog import RUNLOG_NAME, RunLog, RunLogWriter, read_runlog
-from cannikin.sim.engine import Simulation
 from cannikin.sim.runs import find_machine, job_for, named_planner
+from cannikin.sim.simulation import Simulation
 from cannikin.sim.workload import find_workload
 
 ASSETS = Path(__file__).parent.parent / "docs" / "assets"

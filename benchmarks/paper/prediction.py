@@ -13,8 +13,8 @@ from cannikin.core.planner import Planner
 from cannikin.core.policies.cannikin import Controller
 from cannikin.core.policies.paper import PaperPlanner
 from cannikin.core.values import Job
-from cannikin.sim.engine import Simulation
 from cannikin.sim.runs import find_machine, job_for
+from cannikin.sim.simulation import Simulation
 from cannikin.sim.workload import find_workload
 
 __all__ = ["METHODS", "gamma_spread", "prediction_errors"]

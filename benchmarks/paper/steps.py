@@ -12,9 +12,9 @@ from cannikin.core.goodput import total_grid
 from cannikin.core.policies.cannikin import Controller
 from cannikin.core.policies.plans import even_batches, inverse_batches
 from cannikin.core.values import IntArray, Job
-from cannikin.sim.engine import Simulation
 from cannikin.sim.hardware import Machine
 from cannikin.sim.runs import find_machine, job_for, named_planner
+from cannikin.sim.simulation import Simulation
 from cannikin.sim.workload import find_workload
 
 __all__ = ["by_total_batch", "from_even_start"]

@@ -10,9 +10,9 @@ import pytest
 from cannikin.core.values import Job
 from cannikin.errors import RunLogError
 from cannikin.runlog import RUNLOG_NAME, RunLogWriter, read_runlog
-from cannikin.sim.engine import Simulation
 from cannikin.sim.replay import compare, machine_from_log
 from cannikin.sim.runs import find_machine, named_planner
+from cannikin.sim.simulation import Simulation
 
 
 @pytest.fixture(scope="module")

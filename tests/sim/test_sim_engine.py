@@ -16,8 +16,8 @@ from cannikin.core.schedule import IN_FORCE, takes_norms
 from cannikin.core.values import Job, StepWindow
 from cannikin.errors import InvalidInputError
 from cannikin.runlog import RUNLOG_NAME, RunLogWriter, read_runlog
-from cannikin.sim.engine import Simulation
 from cannikin.sim.runs import find_machine, job_for, named_planner, simulate
+from cannikin.sim.simulation import Simulation
 from cannikin.sim.workload import find_workload
 
 JOB = Job(num_ranks=3, batch_size=60, num_samples=3000)

@@ -25,10 +25,10 @@ from cannikin.core.policies import POLICIES
 from cannikin.core.values import Job
 from cannikin.errors import InvalidInputError
 from cannikin.runlog import RUNLOG_NAME, RunLogWriter, read_runlog
-from cannikin.sim.engine import RunResult, Simulation
 from cannikin.sim.hardware import Machine
 from cannikin.sim.replay import Comparison, compare, machine_from_log
 from cannikin.sim.runs import find_machine, job_for, named_planner, simulate
+from cannikin.sim.simulation import RunResult, Simulation
 from cannikin.sim.workload import Workload, find_workload
 
 __all__ = ["command"]

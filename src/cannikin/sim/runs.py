@@ -16,8 +16,8 @@ from cannikin.core.values import Job
 from cannikin.errors import InvalidInputError
 from cannikin.runlog import Observer
 from cannikin.sim.catalog import load_cluster_spec
-from cannikin.sim.engine import RunResult, Simulation
 from cannikin.sim.hardware import Machine, build_machine
+from cannikin.sim.simulation import RunResult, Simulation
 from cannikin.sim.workload import Workload, find_workload
 
 __all__ = ["EPOCH_FACTOR", "find_machine", "job_for", "named_planner", "simulate"]

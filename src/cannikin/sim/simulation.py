@@ -2,7 +2,7 @@
 
 The core's `Schedule` says when, as in the runtime without worker processes: how long windows are, in which steps
 gradient norms are taken, from which step a plan is in force. A planner paced by epochs (`pace="epoch"`) sees the last
-steps of each epoch and nothing else. Epochs end after `num_samples` samples, without a short last batch. Nothing here
+steps of each epoch and nothing else. Epochs are cut as the runtime cuts them, with a short last batch. Nothing here
 decides anything.
 """
 
@@ -12,21 +12,35 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from cannikin.core.planner import Planner
+from cannikin._version import __version__
+from cannikin.core.cutting import cut
+from cannikin.core.lr import LR_RULES
+from cannikin.core.planner import Decision, Planner
 from cannikin.core.schedule import IN_FORCE, Schedule, takes_norms
 from cannikin.core.values import FloatArray, IntArray, Job, Plan, StepWindow
 from cannikin.errors import InvalidInputError
-from cannikin.runlog import Observer
+from cannikin.runlog import (
+    EventRecord,
+    Header,
+    ModelInfo,
+    Observer,
+    RankInfo,
+    Record,
+    decision_records,
+    job_info,
+    plan_record,
+)
 from cannikin.sim.hardware import Machine, StepTimes
-from cannikin.sim.recording import Recorder
 from cannikin.sim.workload import Workload, sample_sqnorms
 
 __all__ = ["EpochRecord", "RunResult", "Simulation"]
 
 _MAX_CHUNK = 2048  # steps simulated at once where no planner looks
+_PADDING = 2  # samples that a rank without any computes on, for nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +101,7 @@ class Simulation:
         self.pace = pace
         self.step, self.samples, self.progress, self.elapsed_s, self.planner_s = 0, 0, 0.0, 0.0, 0.0
         self.epochs: list[EpochRecord] = []
-        self._recorder = Recorder(observers, job, workload)
+        self._teller = _Teller(observers, job, workload)
         self._on_progress = on_progress
         self._rng = np.random.default_rng(seed)
         self._schedule = Schedule(job, planner.decide(None, job, 0))
@@ -137,11 +151,26 @@ class Simulation:
         goal = math.inf if self.workload is None else self.workload.target_progress
         while self.step < end and self.progress < goal:
             chunk = min(_MAX_CHUNK, end - self.step)
-            batches = self._schedule.local_batches(self.step, chunk)
-            times = self.machine.measure(batches, self.step, self._rng)
+            batches = self._cut(self._schedule.local_batches(self.step, chunk))
+            times = self.machine.measure(np.where(batches > 0, batches, _PADDING), self.step, self._rng)
             window = self._window(batches, times) if chunk == self._schedule.window_steps(self.step) else None
             self._account(batches, times.step_s, goal)
         return window
+
+    def _cut(self, batches: IntArray) -> IntArray:
+        """Cut the last batch of every epoch short, as the runtime does, [S, n]; a rank may be left without samples."""
+        num_samples, first, position = self.job.num_samples, 0, self.samples % (self.job.num_samples or 1)
+        min_local = 2 if self.workload is not None and self.workload.spec.batch_norm else 1
+        while num_samples:
+            ends = position + batches[first:].sum(axis=1).cumsum()
+            reached = int(np.searchsorted(ends, num_samples))
+            if reached == len(ends):
+                break
+            last = first + reached
+            remaining = num_samples - int(ends[reached] - batches[last].sum())
+            batches[last] = [count for _, count in cut(batches[last].tolist(), remaining, min_local=min_local)]
+            first, position = last + 1, 0
+        return batches
 
     def _account(self, batches: IntArray, step_s: FloatArray, goal: float) -> None:
         """Count time, samples and progress step by step, up to the step that reaches the goal."""
@@ -176,7 +205,7 @@ class Simulation:
         )
         self.epochs.append(record)
         self._epoch_start = (step, elapsed_s, self.planner_s)
-        self._recorder.evaluated(step, record.metric, elapsed_s)
+        self._teller.evaluated(step, record.metric, elapsed_s)
 
     def _window(self, batches: IntArray, times: StepTimes) -> StepWindow:
         """What the runtime would have gathered; the first step of a run never counts."""
@@ -186,17 +215,17 @@ class Simulation:
         taken = takes_norms(steps)
         if self.workload is not None and taken.any() and shape[1] > 1:
             local[taken], total[taken] = sample_sqnorms(
-                batches[taken], *self.workload.moments(self.progress), self._rng
+                np.maximum(batches[taken], 1), *self.workload.moments(self.progress), self._rng
             )
         return StepWindow(
             first_step=self.step,
-            local_batches=batches,
+            local_batches=np.maximum(batches, 1),
             before_s=times.before_s,
             ready_s=times.ready_s,
             done_s=times.done_s,
             local_sqnorm=local,
             global_sqnorm=total,
-            valid=np.broadcast_to(steps[:, None] > 0, shape).copy(),
+            valid=(steps[:, None] > 0) & (batches > 0),
         )
 
     def _look(self, window: StepWindow) -> None:
@@ -208,11 +237,11 @@ class Simulation:
         if (plan.local_batches, plan.reason) != (last.local_batches, last.reason):
             self._plans.append((self.step, plan))
         self._schedule.install(decision, self.step)
-        self._recorder.decided(window, decision, progress=self.progress, elapsed_s=self.elapsed_s)
+        self._teller.decided(window, decision, progress=self.progress, elapsed_s=self.elapsed_s)
 
     def begin(self, policy: str, tags: dict[str, str]) -> None:
         """Tell the observers what runs, on what."""
-        self._recorder.begin(self.machine, policy, self._schedule.decision, tags)
+        self._teller.begin(self.machine, policy, self._schedule.decision, tags)
 
     def _result(self, goal: float, max_epochs: float) -> RunResult:
         reached = self.workload is not None and self.progress >= goal
@@ -227,7 +256,7 @@ class Simulation:
             reason += f" with {name} {metric:.4g}: target {self.workload.target:g} not reached"
             if math.isinf(goal):
                 reason += ", which the measured run never reaches either"
-        self._recorder.end(self.step, reason, self.elapsed_s)
+        self._teller.end(self.step, reason, self.elapsed_s)
         return RunResult(
             reached=reached,
             reason=reason,
@@ -239,3 +268,62 @@ class Simulation:
             epochs=tuple(self.epochs),
             planner_s=self.planner_s,
         )
+
+
+class _Teller:
+    """Writes header, windows, plans and events to every observer."""
+
+    def __init__(self, observers: tuple[Observer, ...], job: Job, workload: Workload | None) -> None:
+        self._observers, self._job, self._workload = observers, job, workload
+
+    def begin(self, machine: Machine, policy: str, first: Decision, tags: dict[str, str]) -> None:
+        """Say what runs, on what, and the first plan."""
+        model = ModelInfo()
+        if self._workload is not None:
+            spec = self._workload.spec
+            sizes = tuple(int(size * 1e6) for size in spec.bucket_mb)
+            model = ModelInfo(name=spec.title, num_parameters=int(spec.num_parameters), bucket_bytes=sizes)
+        self._tell(
+            Header(
+                cannikin_version=__version__,
+                started="",
+                policy=policy,
+                world_size=self._job.num_ranks,
+                job=job_info(self._job),
+                ranks=tuple(RankInfo(name=name, device=name) for name in machine.names),
+                model=model,
+                tags={"simulated": "yes", **tags},
+            )
+        )
+        self._tell(plan_record(first, 0, elapsed_ms=0.0))
+
+    def decided(self, window: StepWindow, decision: Decision, *, progress: float, elapsed_s: float) -> None:
+        """Write down a window and the plan that came of it."""
+        if not self._observers:
+            return
+        passes = factor = None
+        if self._workload is not None:
+            passes = progress / self._workload.epoch_progress
+            initial, total = self._job.batch_size, decision.plan.total_batch
+            gain = 1.0 if decision.noise is None else decision.noise.gain(total, initial)
+            rule = LR_RULES[self._workload.spec.lr_rule]
+            factor = rule(total, initial_batch=initial, gain=gain, progress=math.inf)
+        # No gradient of a simulated run is ever lost.
+        for record in decision_records(
+            window, decision, num_lost_before=0, progress=passes, lr_factor=factor, elapsed_ms=elapsed_s * 1e3
+        ):
+            self._tell(record)
+
+    def evaluated(self, step: int, metric: float, elapsed_s: float) -> None:
+        """Write down the metric at an epoch's end."""
+        if self._workload is not None:
+            data: dict[str, Any] = {self._workload.spec.metric_name: metric}
+            self._tell(EventRecord(step=step, kind="eval", data=data, elapsed_ms=elapsed_s * 1e3))
+
+    def end(self, step: int, reason: str, elapsed_s: float) -> None:
+        """Say that and why the run is over."""
+        self._tell(EventRecord(step=step, kind="end", text=reason, elapsed_ms=elapsed_s * 1e3))
+
+    def _tell(self, record: Record) -> None:
+        for observer in self._observers:
+            observer.write(record)
