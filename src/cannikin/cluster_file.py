@@ -30,8 +30,6 @@ from cannikin.core.values import NO_MAX
 from cannikin.errors import ClusterFileError
 from cannikin.toml_files import key_at, limit, naming, read_toml
 
-__all__ = ["MAX_BATCH", "MAX_RANKS", "TIMES_MS", "load_cluster"]
-
 MAX_RANKS = 100_000  # counts expanded: as many as the solver is measured with
 MAX_BATCH = 10**12  # samples, a local batch or a total
 MAX_NAME = 64  # characters

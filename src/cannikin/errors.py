@@ -4,17 +4,6 @@ A message says what was wrong (with the value), the limit or reason, and what to
 well, so code that knows nothing of cannikin handles them as it handles numpy's or torch's.
 """
 
-__all__ = [
-    "BatchMatchError",
-    "CannikinError",
-    "ClusterFileError",
-    "DisagreementError",
-    "InvalidInputError",
-    "MechanismError",
-    "RunLogError",
-    "StateError",
-]
-
 
 class CannikinError(Exception):
     """Base of everything cannikin raises on purpose."""

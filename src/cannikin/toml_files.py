@@ -22,8 +22,6 @@ from msgspec import inspect
 from cannikin.errors import ClusterFileError, InvalidInputError
 from cannikin.words import escaped
 
-__all__ = ["MAX_BYTES", "key_at", "limit", "naming", "nearest", "read_toml"]
-
 MAX_BYTES = 2**20  # the largest file
 _MAX_SHOWN = 64  # characters of a value or a name
 _Form = TypeVar("_Form", bound=msgspec.Struct)

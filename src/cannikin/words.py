@@ -10,26 +10,6 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 
-__all__ = [
-    "amount",
-    "clock",
-    "count",
-    "counted",
-    "duration",
-    "escaped",
-    "figures",
-    "kinds",
-    "link_speed",
-    "memory",
-    "percent",
-    "printable",
-    "rank_name",
-    "rank_ranges",
-    "short_count",
-    "split",
-    "split_sum",
-]
-
 _MOST_PARTS = 8  # of a split that are listed one by one
 _MOST_KINDS = 6
 _MOST_DIGITS = 1e15  # a damaged log may hold more than this, which is no measurement

@@ -16,8 +16,6 @@ from cannikin._version import __version__
 from cannikin.errors import CannikinError
 from cannikin.words import printable
 
-__all__ = ["main"]
-
 # Verb -> its line in `cannikin --help`. The verb's module has it as `command`.
 _VERBS = {
     "demo": "Train on ranks of different speed under several policies, and compare.",

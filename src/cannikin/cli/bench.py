@@ -6,8 +6,6 @@ import click
 
 from cannikin.errors import InvalidInputError
 
-__all__ = ["command"]
-
 
 @click.command("bench", context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
 def command() -> None:

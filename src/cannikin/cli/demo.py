@@ -16,8 +16,6 @@ from cannikin.errors import CannikinError
 from cannikin.lab.cluster import parse_speeds
 from cannikin.report.write import write_report
 
-__all__ = ["command"]
-
 
 @click.command("demo")
 @click.option("--policy", "policies", multiple=True, type=click.Choice(POLICIES), help="May be repeated.")

@@ -17,8 +17,6 @@ from cannikin.doctor.facts import Facts
 from cannikin.doctor.probes import look
 from cannikin.words import printable
 
-__all__ = ["command", "rendered"]
-
 _MOST_WIDTH = 110
 _SUBJECT_WIDTH = 10
 _STYLES = {"ok": "green", "note": "cyan", "warning": "bold yellow", "blocker": "bold red"}

@@ -13,8 +13,6 @@ from cannikin.lab.lab_file import load_lab_file
 from cannikin.lab.launch import launch
 from cannikin.lab.mechanisms import AUTO, MECHANISMS
 
-__all__ = ["command"]
-
 _MECHANISMS = "\n".join(f"  {name:<10}{mechanism.summary}" for name, mechanism in MECHANISMS.items())
 _HELP = f"""Run a torchrun script on a cluster of unlike ranks, made on this machine.
 

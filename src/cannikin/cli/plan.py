@@ -27,8 +27,6 @@ from cannikin.core.split import SplitSolver, alike, fewer_ranks
 from cannikin.core.values import Job, Split
 from cannikin.errors import InvalidInputError
 
-__all__ = ["command"]
-
 _MAX_ROWS = 12
 # Trying to leave ranks out solves once for every kind of rank; up to here that takes a second or two at worst.
 _MAX_RANKS_TRIED = 1024

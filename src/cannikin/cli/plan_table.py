@@ -19,8 +19,6 @@ from cannikin.core.perf import Cluster
 from cannikin.core.split import alike
 from cannikin.core.values import Split
 
-__all__ = ["Fewer", "Row", "print_range", "print_split"]
-
 Fewer = tuple[tuple[int, ...], Split]  # ranks to leave out, and the split over the others
 _MIN_WIDTH = 80
 _MIN_NODE_WIDTH = 12

@@ -8,8 +8,6 @@ import click
 from rich.console import Console, RenderableType
 from rich.measure import Measurement
 
-__all__ = ["measured", "say"]
-
 _NO_LIMIT = 10_000
 
 

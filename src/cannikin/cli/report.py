@@ -11,8 +11,6 @@ from cannikin.report.numbers import Target
 from cannikin.report.read import empty_runs
 from cannikin.report.write import write_report
 
-__all__ = ["command"]
-
 
 def _parse_target(ctx: click.Context, param: click.Parameter, value: str | None) -> Target | None:
     if value is None:

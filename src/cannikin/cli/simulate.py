@@ -31,8 +31,6 @@ from cannikin.sim.runs import find_machine, job_for, named_planner, simulate
 from cannikin.sim.simulation import RunResult, Simulation
 from cannikin.sim.workload import Workload, find_workload
 
-__all__ = ["command"]
-
 _MAX_SEEDS = 100
 _MAX_SPLITS = 20  # of a log that the table shows
 _MOST_PARTS = 32  # of a split: people compare them rank by rank

@@ -16,8 +16,6 @@ from cannikin.runlog import RunLogReader, numbers_only
 from cannikin.trace.events import Event, keep_timelines, trace_events
 from cannikin.trace.steps import choose_steps, contents, parse_steps
 
-__all__ = ["command"]
-
 _MOST_WINDOWS = 5_000  # whose step times are drawn one by one
 
 

@@ -15,8 +15,6 @@ from cannikin.live.panel import LivePanel, status_line
 from cannikin.live.view import FollowedRun
 from cannikin.runlog import numbers_only, run_inside
 
-__all__ = ["command"]
-
 _POLL_S = 0.5
 _LINE_S = 30.0  # between two lines where the output is no terminal
 

@@ -17,8 +17,6 @@ import numpy as np
 from cannikin.core.values import NO_MAX, Job
 from cannikin.errors import InvalidInputError, StateError
 
-__all__ = ["Bookmark", "Bounds", "EpochState", "cut", "make_job", "num_steps", "whole_number"]
-
 Bounds = tuple[int | None, int | None] | Sequence[tuple[int | None, int | None]]
 """`(low, high)` for all ranks or one such pair a rank; None leaves a side at its default."""
 

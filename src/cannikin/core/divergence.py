@@ -6,8 +6,6 @@ import numpy as np
 
 from cannikin.core.values import StepWindow
 
-__all__ = ["Divergence"]
-
 _LOST = 30  # steps in a row without a finite gradient after which somebody should look
 
 

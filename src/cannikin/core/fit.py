@@ -14,8 +14,6 @@ import numpy as np
 from cannikin.core.perf import Curve
 from cannikin.core.values import BoolArray, FloatArray, StepWindow
 
-__all__ = ["CurveFit", "bucket_times", "fit_curves", "middle_of", "pooled_gammas", "shrunken_gammas", "trimmed_mean"]
-
 # Prior on the fixed share of a time, mean and standard deviation. Public single-GPU measurements of ResNets, BERT and
 # DeepSpeech2 on five kinds of GPU have shares from .1 to .8 at usual batches. It weighs little: a sixth of a step at
 # 10% noise, and less where times are steadier.

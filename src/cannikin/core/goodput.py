@@ -16,8 +16,6 @@ import numpy.typing as npt
 from cannikin.core.values import FloatArray, IntArray
 from cannikin.errors import InvalidInputError
 
-__all__ = ["TotalChoice", "choose_total", "efficiency", "total_grid"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TotalChoice:

@@ -21,8 +21,6 @@ from cannikin.core.planner import SpeedChange
 from cannikin.core.values import BoolArray, FloatArray, IntArray, StepWindow
 from cannikin.errors import StateError
 
-__all__ = ["Learner", "ModelFit", "find_changes"]
-
 _KEEP = 0.99  # share of its weight that a step keeps with every later step: a memory of about 100 steps
 _NEVER_FORGOTTEN = 4.0  # but an average keeps this many steps' worth: it may be all that tells the slope
 _MAX_POINTS = 8  # averages kept for each rank

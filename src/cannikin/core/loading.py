@@ -17,8 +17,6 @@ import numpy as np
 from cannikin.core.perf import Curve
 from cannikin.core.values import BoolArray, StepWindow
 
-__all__ = ["LoadHistory"]
-
 _WAITS = 0.2  # share of the interval from which a wait counts, in most steps of a window: handing over may take 15%,
 _STILL_WAITS = 0.1  # and from which it confirms a line that is known
 _NEAR = 0.05  # shares of the interval that differ by less are taken as equal

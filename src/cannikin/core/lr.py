@@ -16,8 +16,6 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["LR_RULES", "Legw", "LrRule", "rule_name"]
-
 
 class LrRule(Protocol):
     """The factor on the learning rate at a total batch: any callable of these arguments is a rule."""

@@ -25,8 +25,6 @@ import numpy.typing as npt
 from cannikin.core.values import NO_MAX, FloatArray, IntArray
 from cannikin.errors import InvalidInputError
 
-__all__ = ["Cluster", "Curve", "ring_factor", "step_time"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Curve:

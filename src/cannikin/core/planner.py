@@ -13,8 +13,6 @@ from typing import Any, Protocol, runtime_checkable
 from cannikin.core.goodput import TotalChoice, efficiency
 from cannikin.core.values import Job, Plan, StepWindow
 
-__all__ = ["Decision", "DevicePlanner", "Noise", "Planner", "SpeedChange"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:

@@ -21,8 +21,6 @@ from cannikin.core.learner import Learner
 from cannikin.core.values import BoolArray, FloatArray
 from cannikin.errors import StateError
 
-__all__ = ["load_profiles", "save_profiles"]
-
 _COLUMNS = ("batches", "forward_s", "backward_s", "steps")
 
 

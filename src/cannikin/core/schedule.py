@@ -25,8 +25,6 @@ from cannikin.core.planner import Decision, Planner
 from cannikin.core.values import BoolArray, IntArray, Job, Plan, StepWindow
 from cannikin.errors import InvalidInputError
 
-__all__ = ["ANNOUNCE", "GATHER", "INSTALL", "IN_FORCE", "LEARN", "Schedule", "takes_norms"]
-
 GATHER, LEARN, ANNOUNCE, INSTALL, IN_FORCE = range(5)  # steps from the end of a window, plus a lag
 
 _SHORT_WINDOW, _LONG_WINDOW = 5, 10  # steps

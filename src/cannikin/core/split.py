@@ -22,8 +22,6 @@ from cannikin.core.perf import Cluster
 from cannikin.core.values import FloatArray, IntArray, Split
 from cannikin.errors import InvalidInputError
 
-__all__ = ["SplitSolver", "alike", "drop_candidate", "fewer_ranks", "optimal_split"]
-
 # Finish times closer than this, relative, count as one: the search finds T up to rounding, and the batches must not
 # depend on the order in which the ranks were summed.
 _TIE = 1e-12

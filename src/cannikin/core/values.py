@@ -13,8 +13,6 @@ import numpy.typing as npt
 
 from cannikin.errors import InvalidInputError
 
-__all__ = ["NO_MAX", "BoolArray", "FloatArray", "IntArray", "Job", "Plan", "Split", "StepWindow"]
-
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]

@@ -28,8 +28,6 @@ from cannikin.live.panel import LivePanel
 from cannikin.live.view import FollowedRun
 from cannikin.words import counted, split, split_sum
 
-__all__ = ["SUMMARY_NAME", "Bars", "RankLines", "results_table", "run_demo"]
-
 SUMMARY_NAME = "summary.json"
 _REFRESHES_PER_S = 2  # the ranks need the processor
 

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from cannikin.errors import InvalidInputError
 
-__all__ = ["DEFAULT_POLICIES", "FASHION_MNIST_FILES", "SPEEDS", "TASKS", "Task", "check_folder", "quick"]
-
 FASHION_MNIST_FILES = ("images.npy.xz", "train-images-idx3-ubyte.gz")  # a compact form, and the original one
 DEFAULT_POLICIES = ("even", "adaptdl", "lb-bsp", "cannikin")
 SPEEDS = (1.0, 0.5, 0.25)

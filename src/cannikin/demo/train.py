@@ -29,8 +29,6 @@ from cannikin.errors import InvalidInputError
 from cannikin.runtime.loader import HeteroDataLoader
 from cannikin.runtime.parallel import HeteroDataParallel
 
-__all__ = ["main"]
-
 
 class Run:
     """One policy's training: seconds count while it trains, not while it evaluates."""

@@ -10,8 +10,6 @@ from cannikin.core.policies import POLICIES
 from cannikin.doctor.facts import Facts, LoopbackFacts, TorchFacts
 from cannikin.words import counted, kinds
 
-__all__ = ["KNOWN_VARIABLES", "LEVELS", "Diagnosis", "Finding", "diagnose"]
-
 LEVELS = ("ok", "note", "warning", "blocker")
 KNOWN_VARIABLES = {
     "CANNIKIN_POLICY": "the policy of scripts that name none",

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["Facts", "LoopbackFacts", "TorchFacts"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TorchFacts:

@@ -14,8 +14,6 @@ from cannikin.doctor.facts import Facts
 from cannikin.doctor.torch_probes import ask_torch, measure_loopback
 from cannikin.lab.mechanisms import MECHANISMS
 
-__all__ = ["look", "num_gpus", "relevant_environment", "resolves"]
-
 _NAMES = frozenset(
     {
         *("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"),

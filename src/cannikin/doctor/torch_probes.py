@@ -24,8 +24,6 @@ import msgspec
 
 from cannikin.doctor.facts import LoopbackFacts, TorchFacts
 
-__all__ = ["NoAnswerError", "ask", "ask_torch", "measure_loopback"]
-
 T = TypeVar("T")
 
 _IMPORT_LIMIT_S = 60.0  # from a cold network disk

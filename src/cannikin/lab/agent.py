@@ -11,8 +11,6 @@ from pathlib import Path
 
 from cannikin.lab.run_folder import FOLDER, note_deaths
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Run torchrun with our arguments; exit with 1 where a rank failed."""

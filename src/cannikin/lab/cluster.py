@@ -14,17 +14,6 @@ import msgspec
 
 from cannikin.errors import InvalidInputError
 
-__all__ = [
-    "DEFAULT_SAMPLE_S",
-    "MAX_RANKS",
-    "LabCluster",
-    "LabDevice",
-    "Slowdown",
-    "parse_link",
-    "parse_slowdown",
-    "parse_speeds",
-]
-
 DEFAULT_SAMPLE_S = 1e-3
 MAX_RANKS = 64  # processes on one machine
 _SPEEDS = (1e-3, 1e3)

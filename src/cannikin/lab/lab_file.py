@@ -30,8 +30,6 @@ from cannikin.lab.cluster import MAX_RANKS, LabCluster, Slowdown, parse_link
 from cannikin.lab.mechanisms import AUTO, MECHANISMS
 from cannikin.toml_files import limit, naming, read_toml
 
-__all__ = ["LabFile", "load_lab_file"]
-
 _Count = Annotated[int, limit(f"from 1 to {MAX_RANKS}", lambda count: 1 <= count <= MAX_RANKS)]
 
 

@@ -18,8 +18,6 @@ from cannikin.lab.processes import Outputs, interruptible, run_agents
 from cannikin.lab.run_folder import exits, first_failure, write_settings
 from cannikin.words import counted
 
-__all__ = ["launch"]
-
 
 def launch(
     cluster: LabCluster,

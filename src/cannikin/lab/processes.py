@@ -21,8 +21,6 @@ from typing import IO
 
 from cannikin.lab.run_folder import FOLDER, Agent
 
-__all__ = ["Interruption", "Lines", "Outputs", "interruptible", "run_agents"]
-
 _POLL_S = 0.1
 _GRACE_S = 5.0  # for ranks to end by themselves, once told to
 _LAST_WORDS_S = 0.5  # for the other ranks' messages, once one has failed

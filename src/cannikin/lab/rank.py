@@ -13,8 +13,6 @@ from pathlib import Path
 
 from cannikin.lab.run_folder import FOLDER, HOST, RankSettings, note_exit, read_settings
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Run the script named by the arguments; its exit is ours."""

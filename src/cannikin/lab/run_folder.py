@@ -22,22 +22,6 @@ import msgspec
 
 from cannikin.lab.cluster import LabDevice
 
-__all__ = [
-    "FOLDER",
-    "HOST",
-    "Agent",
-    "Exit",
-    "Layout",
-    "RankSettings",
-    "agent_command",
-    "exits",
-    "first_failure",
-    "note_deaths",
-    "note_exit",
-    "read_settings",
-    "write_settings",
-]
-
 FOLDER = "CANNIKIN_LAB_DIR"  # in the environment of every process of the run, which is found by it
 HOST = "CANNIKIN_LAB_HOST"  # number of the agent, where each rank has one of its own
 

@@ -27,8 +27,6 @@ from torch.nn.parallel import DistributedDataParallel
 from cannikin.lab.cluster import LabDevice
 from cannikin.words import percent
 
-__all__ = ["Pace", "Throttle"]
-
 # A shorter rest is left out: the next stretch, or the next step, is not late by it, and a sleep overshoots by as much.
 _SHORTEST_SLEEP_S = 1e-4
 # Real work is judged over these training forwards; before them DDP rebuilds buckets and allocators warm up.

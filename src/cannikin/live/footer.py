@@ -18,8 +18,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TextIO
 
-__all__ = ["Footer"]
-
 _ERASE_BELOW = "\x1b[J"
 _MAX_REDRAWS_PER_S = 20  # after line breaks; a flood of prints goes without the footer until its next update
 

@@ -17,8 +17,6 @@ from cannikin.live.rank_table import Line, Look, Part, bar, device_of, rank_line
 from cannikin.live.state import LiveState
 from cannikin.words import amount, clock, counted, printable, rank_name, short_count, split_sum
 
-__all__ = ["LivePanel", "sparkline", "status_line"]
-
 _MAX_ROWS = 8  # ranks with a row of their own
 _OTHER_LINES = 16  # that a panel has beside those rows
 _LABEL = 14  # cells before a fact

@@ -19,20 +19,6 @@ from cannikin.live.state import LiveState
 from cannikin.runlog.times import RankTimes
 from cannikin.words import amount, printable, rank_ranges
 
-__all__ = [
-    "Line",
-    "Look",
-    "Part",
-    "RankNow",
-    "RankRow",
-    "bar",
-    "device_of",
-    "rank_lines",
-    "rank_rows",
-    "slowest_and_fastest",
-    "stacked",
-]
-
 _TRACK_STYLE = "grey30"  # of the rest of a bar
 _LOADING_SHOWS = 0.02  # share of a step from which loading has a column
 _PACE_SHOWS = 96  # width from which there is room for the time per sample

@@ -9,8 +9,6 @@ from statistics import fmean
 from cannikin.runlog import EventRecord, Header, PlanRecord, Record, WindowRecord
 from cannikin.runlog.times import RankTimes, efficiency_of, predicted_ms, rank_times, samples_per_s
 
-__all__ = ["LiveState", "Pass", "Point"]
-
 _NUM_POINTS = 60  # windows remembered, for sparklines and rates
 _NUM_PLANS = 16  # plans among which the prediction for a window's split is looked for
 _NUM_EVENTS = 3

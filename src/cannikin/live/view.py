@@ -23,8 +23,6 @@ from cannikin.runlog import EventRecord, Record, RunLogReader
 from cannikin.words import clock as shown_time
 from cannikin.words import printable
 
-__all__ = ["FollowedRun", "LiveView"]
-
 _REFRESH_S = 0.5  # a panel is drawn at most this often,
 _SHARE = 0.005  # and in at most this share of the time
 _QUIET_S = 15.0  # without a record: a run that evaluates, or one that is no more

@@ -28,8 +28,6 @@ from cannikin.runlog import PlanRecord
 from cannikin.runlog.times import activity
 from cannikin.words import amount, percent
 
-__all__ = ["RunCharts", "compare_charts", "run_charts"]
-
 _STEP_AXIS = "step (number)"
 _BINS, _COMPARED_BINS = 200, 150
 _MOST_METRICS, _MOST_COMPARED_METRICS = 6, 4

@@ -15,29 +15,6 @@ from cannikin.core.values import BoolArray, FloatArray, IntArray
 from cannikin.runlog import EventRecord, Header, PlanRecord, Timeline
 from cannikin.runlog.times import NS_PER_MS, activities, activity, longest_ns, rank_moments
 
-__all__ = [
-    "Bar",
-    "ByRank",
-    "Metric",
-    "Reached",
-    "RunArrays",
-    "Stretch",
-    "Target",
-    "Windows",
-    "activity_ms",
-    "column_means",
-    "early_rows",
-    "late_rows",
-    "latest",
-    "mean_shares",
-    "prediction_error",
-    "ranks_to_draw",
-    "reached",
-    "stretch",
-    "thin",
-    "timeline_bars",
-]
-
 ByRank = npt.NDArray[np.float32]  # [W, n]: a long log of many ranks has most of its numbers in these
 _MOST_STRETCH_WINDOWS = 50
 

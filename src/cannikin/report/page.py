@@ -24,28 +24,6 @@ import numpy.typing as npt
 from cannikin._version import __version__
 from cannikin.errors import CannikinError
 
-__all__ = [
-    "MOST_LINES",
-    "Figure",
-    "Item",
-    "Key",
-    "Missing",
-    "Section",
-    "Table",
-    "View",
-    "axis",
-    "line",
-    "log_axis",
-    "make_page",
-    "numbers",
-    "plotly_source",
-    "rank_colour",
-    "series_keys",
-    "short",
-    "text",
-    "time_unit",
-]
-
 MOST_LINES = 8  # more lines than colours that can be told apart become a map of colours
 _FEW_POINTS = 40
 _LOG_LIMITS = (1e-300, 1e300)  # of what a damaged log may say; beyond them lie 0 and infinity

@@ -37,8 +37,6 @@ from cannikin.runlog import Timeline
 from cannikin.runlog.times import ACTIVITIES
 from cannikin.words import amount, duration, rank_name, split
 
-__all__ = ["ranks_over_time", "step_timeline", "utilisation"]
-
 _BINS = 100
 _COLUMNS = 160  # of a map of colours
 _MOST_ROWS = 64

@@ -32,8 +32,6 @@ from cannikin.runlog import (
 )
 from cannikin.runlog.times import before_ms, longest_ns, padded, predicted_ms, rank_moments
 
-__all__ = ["Ends", "Found", "Spread", "Timelines", "empty_runs", "find_runs", "read_run", "read_runs"]
-
 # What `Windows` has once per window, and once per rank of a window.
 _WINDOW_COLUMNS = tuple(field.name for field in fields(Windows) if field.type == "FloatArray")
 _RANK_COLUMNS = tuple(field.name for field in fields(Windows) if field.type == "ByRank")

@@ -30,8 +30,6 @@ from cannikin.runlog import RUNLOG_NAME, EventRecord, RankInfo, numbers_only
 from cannikin.runlog.times import ACTIVITIES, activity
 from cannikin.words import amount, count, counted, duration, kinds, memory, percent, rank_name, split
 
-__all__ = ["compare_headline", "comparison", "headline", "run_section", "write_report"]
-
 _PAGE_NAME = "report.html"
 _MOST_RANKS = 256
 _BALANCED = 0.05  # of a step; less than this between the ranks' waiting is noise

@@ -26,8 +26,6 @@ from cannikin.runlog.records import (
     WindowRecord,
 )
 
-__all__ = ["decision_records", "job_info", "noise_record", "plan_record", "replay_window", "window_record"]
-
 _DECIMALS = 4  # of a millisecond: finer than any clock used, and half the bytes of a full double
 
 

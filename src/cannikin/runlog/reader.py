@@ -26,8 +26,6 @@ from cannikin.runlog.records import (
     WindowRecord,
 )
 
-__all__ = ["RunLog", "RunLogReader", "check_first_line", "numbers_only", "read_runlog", "run_inside"]
-
 _CHUNK_BYTES = 2**20
 _MAX_HEADER_BYTES = 2**26  # a thousand times the header of 1,000 ranks
 

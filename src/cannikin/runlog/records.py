@@ -9,25 +9,6 @@ from typing import Protocol
 
 import msgspec
 
-__all__ = [
-    "FORMAT",
-    "RUNLOG_NAME",
-    "VERSION",
-    "EventRecord",
-    "Header",
-    "JobInfo",
-    "ModelInfo",
-    "NoiseRecord",
-    "Observer",
-    "PlanRecord",
-    "RankInfo",
-    "Real",
-    "Reals",
-    "Record",
-    "Timeline",
-    "WindowRecord",
-]
-
 FORMAT = "cannikin-runlog"
 VERSION = 1
 RUNLOG_NAME = "runlog.jsonl"  # in the run directory

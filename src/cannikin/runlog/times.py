@@ -15,25 +15,6 @@ from cannikin.core.goodput import efficiency
 from cannikin.core.values import FloatArray
 from cannikin.runlog.records import PlanRecord, Timeline, WindowRecord
 
-__all__ = [
-    "ACTIVITIES",
-    "NS_PER_MS",
-    "RankMoments",
-    "RankTimes",
-    "activities",
-    "activity",
-    "as_ns",
-    "before_ms",
-    "efficiency_of",
-    "finite",
-    "longest_ns",
-    "padded",
-    "predicted_ms",
-    "rank_moments",
-    "rank_times",
-    "samples_per_s",
-]
-
 ACTIVITIES = ("optimizer and forward", "backward", "communication", "waiting", "loading", "other")
 NS_PER_MS = 1_000_000
 _MOST = 1e15  # beyond it, a number of a damaged log is no time and no batch

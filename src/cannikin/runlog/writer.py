@@ -19,8 +19,6 @@ from cannikin.errors import RunLogError
 from cannikin.runlog.reader import check_first_line
 from cannikin.runlog.records import FORMAT, EventRecord, Header, Record
 
-__all__ = ["RunLogWriter", "set_aside"]
-
 _BEGINNING = b'{"type":"header","format":"%b"' % FORMAT.encode()
 
 

@@ -15,8 +15,6 @@ from cannikin.runtime.exchange import Exchange
 from cannikin.runtime.loop import Loop
 from cannikin.runtime.profile_store import ProfileStore
 
-__all__ = ["check_agreement", "check_owner", "make_planner", "policy_name"]
-
 
 def policy_name(policy: str | Planner) -> str:
     """Return a policy as logs and messages say it."""

@@ -34,8 +34,6 @@ from cannikin.runtime.wire import (
     start_reading,
 )
 
-__all__ = ["Coordinator", "Happened", "Unplanned"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Happened:

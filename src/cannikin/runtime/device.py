@@ -19,8 +19,6 @@ import torch.distributed as dist
 
 from cannikin.errors import InvalidInputError
 
-__all__ = ["DEVICES", "Cpu", "Cuda", "Device", "HostCopy", "Memory", "carrier", "find_device"]
-
 
 class HostCopy(Protocol):
     """Values of a device on their way to the host."""

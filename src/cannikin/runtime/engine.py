@@ -32,8 +32,6 @@ from cannikin.runtime.step import BatchEntry, BatchSource, Feed
 from cannikin.runtime.update import Update, choose_rule
 from cannikin.runtime.weighting import RunningStatistics, choose_weighting, has_batch_norm, refuse_sparse
 
-__all__ = ["Engine"]
-
 
 class Engine:
     """The adaptive side of one DDP module; made by `attach`, kept as `model.engine`.

@@ -17,8 +17,6 @@ import torch.distributed as dist
 
 from cannikin.errors import DisagreementError
 
-__all__ = ["Exchange", "pause_at_exit"]
-
 _log = logging.getLogger("cannikin")
 
 # A rank that cannot go on waits this long for the others to hear why; then it leaves, which they notice as well.

@@ -17,8 +17,6 @@ from cannikin.errors import InvalidInputError
 from cannikin.runtime.device import Device
 from cannikin.runtime.step import StepInProgress
 
-__all__ = ["DdpReducer", "Reducer"]
-
 Future = torch.futures.Future[torch.Tensor]
 InverseVariance = Callable[[Sequence[torch.Tensor]], torch.Tensor | None]
 

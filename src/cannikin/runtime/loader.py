@@ -20,8 +20,6 @@ from cannikin.runtime.options import DataLoaderOptions, LoaderOptions, check_nam
 from cannikin.runtime.passes import CutStep, IndexSource, Passes, Source, StreamSource, job_of, refusing, trainer_of
 from cannikin.runtime.step import BatchEntry
 
-__all__ = ["HeteroBatchSampler", "HeteroDataLoader"]
-
 ADVICE = {
     "sampler": "the order of samples is set by shuffle and seed and shared by all ranks; to choose samples, wrap the "
     "dataset in torch.utils.data.Subset",

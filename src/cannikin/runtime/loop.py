@@ -35,8 +35,6 @@ from cannikin.runtime.step import BatchEntry, BatchQueue, Part, StepInProgress, 
 from cannikin.runtime.update import Update
 from cannikin.runtime.weighting import RunningStatistics, scale_outputs, watch_outputs, weigh
 
-__all__ = ["Loop"]
-
 _UNUSED = 30  # gradients that nobody used after which somebody should look
 
 

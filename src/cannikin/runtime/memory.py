@@ -16,8 +16,6 @@ import torch
 from cannikin.core.values import NO_MAX
 from cannikin.runtime.device import Memory
 
-__all__ = ["MemoryGauge", "advise_when_uncaught", "is_out_of_memory", "largest_batch"]
-
 _HEADROOM = 0.9  # of the memory there is: fragments, libraries' workspaces and the unforeseen need the rest
 _FIRST_STEPS = 2  # before the optimizer has its state, a step needs less than it will
 

@@ -16,8 +16,6 @@ from cannikin.core.planner import Planner
 from cannikin.errors import InvalidInputError
 from cannikin.runlog import Observer
 
-__all__ = ["DataLoaderOptions", "DdpOptions", "LoaderOptions", "Options", "check_model", "check_names"]
-
 
 class Options(TypedDict, total=False):
     """The keywords of `HeteroDataParallel`, `attach` and `Engine`, all optional.

@@ -18,8 +18,6 @@ from cannikin.runtime.engine import Engine
 from cannikin.runtime.options import DdpOptions, Options, check_model, check_names
 from cannikin.runtime.weighting import has_batch_norm
 
-__all__ = ["HeteroDataParallel", "attach", "ensure_process_group"]
-
 _log = logging.getLogger("cannikin")
 
 

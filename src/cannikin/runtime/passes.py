@@ -21,19 +21,6 @@ from cannikin.errors import InvalidInputError, StateError
 from cannikin.runtime.options import LoaderOptions
 from cannikin.runtime.step import BatchEntry, BatchSource, Feed, Trainer
 
-__all__ = [
-    "CutStep",
-    "Cutter",
-    "IndexSource",
-    "Passes",
-    "Source",
-    "StreamSource",
-    "epoch_order",
-    "job_of",
-    "refusing",
-    "trainer_of",
-]
-
 TRAINER_NAMES = tuple(name for name in vars(Trainer) if not name.startswith("_"))
 
 

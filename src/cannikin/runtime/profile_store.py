@@ -21,8 +21,6 @@ from cannikin.runtime.coordinator import Coordinator
 from cannikin.runtime.device import Device
 from cannikin.runtime.exchange import Exchange
 
-__all__ = ["ProfileKeeper", "ProfileStore", "introduce", "model_key"]
-
 _FORMAT = "cannikin-profiles"
 _VERSION = 1
 

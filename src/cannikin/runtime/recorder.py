@@ -37,8 +37,6 @@ from cannikin.runlog.writer import set_aside
 from cannikin.runtime.step import BatchQueue
 from cannikin.runtime.wire import Gathered
 
-__all__ = ["Recorder", "check_metrics", "end_unless_broken"]
-
 
 class Recorder:
     """Writes header, windows, plans and events to every observer; on ranks other than 0 it does nothing.

@@ -18,18 +18,6 @@ from cannikin.core.values import Job, Plan
 from cannikin.errors import BatchMatchError
 from cannikin.runtime.device import Device
 
-__all__ = [
-    "BatchEntry",
-    "BatchQueue",
-    "BatchSource",
-    "Feed",
-    "Part",
-    "StepInProgress",
-    "StepRecord",
-    "Trainer",
-    "check_size",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class BatchEntry:

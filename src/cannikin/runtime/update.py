@@ -18,8 +18,6 @@ from cannikin.core.schedule import Schedule
 from cannikin.errors import InvalidInputError
 from cannikin.runtime.device import Device, HostCopy
 
-__all__ = ["ProgressScheduler", "Update", "by_progress", "choose_rule"]
-
 _ADAM_FAMILY = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SparseAdam")  # and what is derived from them
 _WITHOUT_VARIANCE = ("Adamax", "SparseAdam")  # do not divide by the root of a variance of every parameter
 _FIRST_STEPS = 30  # v of a few gradients says little: a parameter seldom used would outweigh all others

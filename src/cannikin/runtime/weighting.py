@@ -26,17 +26,6 @@ from torch.utils import _pytree as pytree
 from cannikin.errors import InvalidInputError
 from cannikin.runtime.step import StepInProgress
 
-__all__ = [
-    "WEIGHTINGS",
-    "RunningStatistics",
-    "choose_weighting",
-    "has_batch_norm",
-    "refuse_sparse",
-    "scale_outputs",
-    "watch_outputs",
-    "weigh",
-]
-
 WEIGHTINGS = ("auto", "hook", "loss", "none")
 
 

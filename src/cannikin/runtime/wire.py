@@ -23,18 +23,6 @@ from cannikin.errors import DisagreementError
 from cannikin.runtime.device import Device, HostCopy
 from cannikin.runtime.step import StepInProgress
 
-__all__ = [
-    "Gathered",
-    "check_cuts",
-    "decode_decision",
-    "decode_steps",
-    "empty_decision",
-    "encode_decision",
-    "encode_steps",
-    "merge_windows",
-    "start_reading",
-]
-
 # Of a rank: batches cut ahead of the one in training, and the largest batch that its memory holds.
 _RANK = ("num_ahead", "max_batch")
 # Of each of its steps, before the moments of the buckets; g' is the gradient of the step before.

@@ -36,20 +36,6 @@ import msgspec
 from cannikin.errors import ClusterFileError, InvalidInputError
 from cannikin.toml_files import limit, naming, nearest, read_toml
 
-__all__ = [
-    "ClusterSpec",
-    "DeviceSpec",
-    "LinkSpec",
-    "NodeSpec",
-    "TimesSpec",
-    "WorkloadSpec",
-    "cluster_names",
-    "known_devices",
-    "load_cluster_spec",
-    "load_workload",
-    "workload_names",
-]
-
 _MAX_RANKS = 4096
 _DATA = resources.files("cannikin.sim") / "data"
 _Positive = Annotated[float, limit("above 0", lambda value: 0 < value < math.inf)]

@@ -25,8 +25,6 @@ from cannikin.core.values import FloatArray, IntArray
 from cannikin.errors import ClusterFileError
 from cannikin.sim.catalog import ClusterSpec, DeviceSpec, NodeSpec, TimesSpec, WorkloadSpec, known_devices
 
-__all__ = ["Machine", "StepTimes", "build_machine"]
-
 # Assumed, and fixed before any comparison was run.
 _OUTLIER_FACTOR = 2.0  # how much longer an outlier takes
 _COMM_JITTER, _COMM_OUTLIERS = 0.05, 0.01  # of each bucket's all-reduce

@@ -20,8 +20,6 @@ from cannikin.errors import RunLogError
 from cannikin.runlog import RunLog, WindowRecord, replay_window
 from cannikin.sim.hardware import Machine
 
-__all__ = ["Comparison", "compare", "machine_from_log"]
-
 _SKIPPED = 1  # windows at a run's start that hold its warm-up
 _LEAST_JITTER, _MOST_JITTER = 0.001, 0.3
 _STEPS = 400  # simulated for each split that is compared

@@ -20,8 +20,6 @@ from cannikin.sim.hardware import Machine, build_machine
 from cannikin.sim.simulation import RunResult, Simulation
 from cannikin.sim.workload import Workload, find_workload
 
-__all__ = ["EPOCH_FACTOR", "find_machine", "job_for", "named_planner", "simulate"]
-
 EPOCH_FACTOR = 20.0  # a run without an end stops after this many times the epochs that the measured run had
 
 

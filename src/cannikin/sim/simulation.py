@@ -37,8 +37,6 @@ from cannikin.runlog import (
 from cannikin.sim.hardware import Machine, StepTimes
 from cannikin.sim.workload import Workload, sample_sqnorms
 
-__all__ = ["EpochRecord", "RunResult", "Simulation"]
-
 _MAX_CHUNK = 2048  # steps simulated at once where no planner looks
 _PADDING = 2  # samples that a rank without any computes on, for nothing
 

@@ -20,8 +20,6 @@ from cannikin.core.values import FloatArray, IntArray
 from cannikin.errors import InvalidInputError
 from cannikin.sim.catalog import WorkloadSpec, load_workload
 
-__all__ = ["Workload", "find_workload", "sample_sqnorms"]
-
 _DIMENSIONS = 64  # of the gradients drawn: |e|^2 of a noise vector e scatters by sqrt(2/64), 18%
 
 

@@ -27,8 +27,6 @@ from cannikin.runlog import EventRecord, Header, PlanRecord, RankInfo, Record, T
 from cannikin.runlog.times import RankMoments, as_ns, finite, longest_ns, rank_moments
 from cannikin.words import rank_name, split_sum
 
-__all__ = ["Event", "keep_timelines", "trace_events"]
-
 Event = dict[str, Any]
 
 _FIRST_PID = 1000  # rank 0's: viewers take process 0 for the idle one

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from cannikin.errors import InvalidInputError
 from cannikin.runlog import Header, Record, WindowRecord
 
-__all__ = ["Choice", "Contents", "choose_steps", "contents", "parse_steps"]
-
 _NUM_BY_DEFAULT = 6
 _MOST_STEPS = 500  # what a browser still draws smoothly with a few dozen ranks
 _MOST_NOTES = 5

@@ -27,8 +27,6 @@ from cannikin.trackers.scalars import SCALARS, scalars, step_of
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
-__all__ = ["PrometheusObserver", "ScalarObserver", "TensorBoardObserver", "prometheus_text"]
-
 _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 _OUR_LABELS = ("rank", "device", "host", "metric")
 _RANK_SCALAR = re.compile(r"cannikin/rank(\d+)/(\w+)")

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from cannikin.runlog import EventRecord, Header, PlanRecord, Record, WindowRecord
 from cannikin.runlog.times import efficiency_of, rank_times, samples_per_s
 
-__all__ = ["SCALARS", "Scalar", "scalars", "step_of"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Scalar:

@@ -22,8 +22,6 @@ import numpy.typing as npt
 from cannikin.core.values import FloatArray
 from cannikin.errors import InvalidInputError
 
-__all__ = ["ESTIMATORS", "ControlVariate", "NoiseEstimate", "fieller_limits", "noise_scale", "pooled_ends"]
-
 ESTIMATORS = ("pooled", "theorem1", "mean")
 """Names of the known estimators."""
 

@@ -29,8 +29,6 @@ from cannikin.core.planner import Noise
 from cannikin.core.values import FloatArray, StepWindow
 from cannikin.errors import InvalidInputError, StateError
 
-__all__ = ["NoiseTracker"]
-
 # A norm of 1e35 has overflowed for all that training cares; fourth powers of what is kept stay below the largest float.
 SQNORM_LIMIT = 1e70
 

@@ -16,8 +16,6 @@ from cannikin.core.policies.paper import PaperPlanner
 from cannikin.core.values import Job
 from cannikin.errors import InvalidInputError
 
-__all__ = ["POLICIES", "make_planner"]
-
 # Name -> what makes the planner, of a job and whether ranks normalise by statistics of their own batch (BatchNorm).
 POLICIES: dict[str, Callable[[Job, bool], Planner]] = {
     "cannikin": lambda job, batch_norm: Controller(job, batch_norm=batch_norm),

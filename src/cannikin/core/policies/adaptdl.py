@@ -28,8 +28,6 @@ from cannikin.core.policies.plans import (
 )
 from cannikin.core.values import FloatArray, Job, StepWindow
 
-__all__ = ["AdaptdlPlanner", "fit_replicas", "replica_times"]
-
 _EPOCH_STEPS = 100  # an epoch's length at B0 where the job does not say
 
 

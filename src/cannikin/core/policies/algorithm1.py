@@ -36,8 +36,6 @@ from cannikin.core.perf import Cluster, step_time
 from cannikin.core.values import BoolArray, FloatArray, IntArray
 from cannikin.errors import InvalidInputError
 
-__all__ = ["Algorithm1Result", "Failure", "RoundedBatches", "algorithm1", "round_batches"]
-
 Failure = Literal["", "inexpressible", "singular", "overlap", "search", "negative_batch", "bounds"]
 
 # A rank this close to its crossing, relative to T_o, is in either state: there both of its lines give the same time.

@@ -31,8 +31,6 @@ from cannikin.core.split import SplitSolver
 from cannikin.core.values import Job, Split, StepWindow
 from cannikin.errors import InvalidInputError, StateError
 
-__all__ = ["Controller"]
-
 _TRUST = 2.0  # a rank is never given more than this times the largest batch it was measured at,
 _TRUST_DOWN = 8.0  # nor less than the smallest over this
 _GROWTH = 2.0  # nor does the total batch grow by more than this at a time: times are extrapolated

@@ -8,8 +8,6 @@ from cannikin.core.planner import Decision
 from cannikin.core.policies.plans import even_batches, make_plan
 from cannikin.core.values import Job, StepWindow
 
-__all__ = ["EvenPlanner"]
-
 
 class EvenPlanner:
     """The planner behind `policy="even"`."""

@@ -18,8 +18,6 @@ from cannikin.core.policies.plans import (
 )
 from cannikin.core.values import FloatArray, Job, Plan, StepWindow
 
-__all__ = ["LbBspPlanner"]
-
 
 class LbBspPlanner:
     """The planner behind `policy="lb-bsp"`: in every window, 5 samples move, while that helps.

@@ -33,8 +33,6 @@ from cannikin.core.policies.plans import (
 from cannikin.core.values import FloatArray, Job, StepWindow
 from cannikin.errors import InvalidInputError
 
-__all__ = ["PaperPlanner"]
-
 _EPOCHS_KEPT = 50  # whose means the lines are fitted to: the latest of each local batch
 _EPOCH_STEPS = 100  # an epoch's length at B0 where the job does not say
 _SAME_BATCH = 0.5  # samples: mean local batches of epochs that differ by less are one

@@ -14,17 +14,6 @@ from cannikin.core.split import optimal_split
 from cannikin.core.values import FloatArray, IntArray, Job, Plan, StepWindow
 from cannikin.errors import StateError
 
-__all__ = [
-    "compute_seconds",
-    "even_batches",
-    "inverse_batches",
-    "load_plan",
-    "make_plan",
-    "restoring",
-    "save_plan",
-    "within_bounds",
-]
-
 
 def make_plan(step: int, local_batches: tuple[int, ...], *, reason: str, predicted_step_s: float | None = None) -> Plan:
     """Make the plan of a split."""

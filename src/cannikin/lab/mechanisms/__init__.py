@@ -17,8 +17,6 @@ from cannikin.lab.mechanisms.mps import Mps
 from cannikin.lab.mechanisms.portable import Portable
 from cannikin.lab.run_folder import Layout
 
-__all__ = ["AUTO", "MECHANISMS", "Mechanism", "choose"]
-
 
 class Mechanism(Protocol):
     """One way to make a cluster of unlike ranks out of this machine.

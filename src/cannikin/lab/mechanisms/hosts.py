@@ -24,17 +24,6 @@ from cannikin.lab.cluster import LabCluster
 from cannikin.lab.run_folder import HOST, Agent, Layout, RankSettings, agent_command
 from cannikin.words import link_speed, percent
 
-__all__ = [
-    "CpuCgroup",
-    "Hosts",
-    "address",
-    "core_shares",
-    "find_cpu_cgroup",
-    "make_group",
-    "network_commands",
-    "shaping",
-]
-
 _PREFIX = "cannikin-"  # of namespaces and cpu groups; the launcher's process id follows
 _PORT = 29571
 _PERIOD_US = 10_000  # of a cpu quota; short beside a step, so that a step is slow and not stopped and fast by turns

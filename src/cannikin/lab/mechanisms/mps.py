@@ -17,8 +17,6 @@ from cannikin.errors import MechanismError
 from cannikin.lab.cluster import LabCluster
 from cannikin.lab.run_folder import Agent, Layout, RankSettings, agent_command
 
-__all__ = ["Mps", "shares_percent"]
-
 _CONTROL = "nvidia-cuda-mps-control"
 
 

@@ -8,8 +8,6 @@ from pathlib import Path
 from cannikin.lab.cluster import DEFAULT_SAMPLE_S, LabCluster
 from cannikin.lab.run_folder import Agent, Layout, RankSettings, agent_command
 
-__all__ = ["Portable"]
-
 
 class Portable:
     """Ranks that sleep up to their device's time in forward and backward."""
