@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -154,19 +153,15 @@ def test_ctrl_c_ends_the_watching_with_status_0_and_the_cursor_is_back(tmp_path)
 def test_without_a_terminal_it_follows_in_lines(tmp_path):
     write_log(tmp_path, run(2))
     command = [sys.executable, "-m", "cannikin", "watch", str(tmp_path)]
-
-    def end_soon() -> None:
-        time.sleep(1.0)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
+        first = watching.stdout.readline()  # until then it may not have seen the log without its end
         with RunLogWriter(tmp_path / "runlog.jsonl", append=True) as log:
             log.write(header(first_step=20))
             log.write(END)
-
-    writer = threading.Thread(target=end_soon)
-    writer.start()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    writer.join()
-    assert (done.returncode, done.stderr) == (0, "")
-    assert [line.split(",")[0] for line in done.stdout.splitlines()] == ["cannikin: step 20", "cannikin: step 100"]
+        rest, errors = watching.communicate(timeout=30)
+    assert (watching.returncode, errors) == (0, "")
+    lines = [first, *rest.splitlines()]
+    assert [line.split(",")[0] for line in lines] == ["cannikin: step 20", "cannikin: step 100"]
 
 
 def test_a_run_that_says_nothing_for_long_is_noted(tmp_path):
