@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.segment import Segment
+from rich.style import Style
 
-from cannikin.live.rank_table import Line, Look, Part, bar, device_of, rank_lines, rank_rows, slowest_and_fastest
+from cannikin.live.rank_table import Line, Look, Part, RankNow, bar, cells, rank_lines, rank_rows, ranks_now
 from cannikin.live.state import LiveState
 from cannikin.words import amount, clock, counted, printable, rank_name, short_count, split_sum
 
@@ -41,11 +42,16 @@ class LivePanel:
         max_rows = min(_MAX_ROWS, max(2, (options.height or console.height) - _OTHER_LINES))
         ascii_only = options.ascii_only
         look = Look(width - 4, console.color_system is not None and not console.no_color and not ascii_only)
-        ranks = rank_lines(rank_rows(self.state, max_rows), look)
-        sections = [_progress(self.state, look), ranks, _facts(self.state, look), _news(self.state, look)]
+        ranks = ranks_now(self.state)
+        table = rank_lines(rank_rows(ranks, max_rows), look)
+        sections = [_progress(self.state, look), table, _facts(self.state, ranks, look), _news(self.state, look)]
+        styles: dict[str, Style | None] = {"": None}
         for line in _framed(_title(self.state, self.note, width - 6), [lines for lines in sections if lines], width):
             for text, style in line:
-                yield Segment(_ascii(text) if ascii_only else text, console.get_style(style) if style else None)
+                if style not in styles:
+                    styles[style] = console.get_style(style)
+                if text:
+                    yield Segment(_ascii(text) if ascii_only else text, styles[style])
             yield Segment.line()
 
 
@@ -70,7 +76,7 @@ def _fitted(line: Line, width: int) -> Line:
     room = width
     for text, style in line:
         shown = printable(text)
-        size = cell_len(shown)
+        size = cells(shown)
         if size > room:
             return [*kept, (set_cell_size(shown, room - 1) + "…" if room else "", style)]
         kept.append((shown, style))
@@ -79,8 +85,7 @@ def _fitted(line: Line, width: int) -> Line:
 
 
 def _size(line: Line) -> int:
-    """Return its cells: not every letter takes one."""
-    return sum(cell_len(text) for text, _ in line)
+    return sum(cells(text) for text, _ in line)
 
 
 def _ascii(text: str) -> str:
@@ -137,13 +142,13 @@ def _progress(state: LiveState, look: Look) -> list[Line]:
 # Numbers of the whole run, and what happened.
 
 
-def _facts(state: LiveState, look: Look) -> list[Line]:
+def _facts(state: LiveState, ranks: list[RankNow], look: Look) -> list[Line]:
     """Return total batch, speed, noise and rates."""
     if state.window is None:
         return []
     steps, totals = ([getattr(point, name) for point in state.points] for name in ("step_ms", "total_batch"))
     lines = [_with_spark(_step_time(state), steps, look), _with_spark(_total_batch(state), totals, look)]
-    return [*lines, *(line for line in (_throughput(state), _noise(state), _slowest(state)) if line is not None)]
+    return [*lines, *(line for line in (_throughput(state), _noise(state), _slowest(ranks)) if line is not None)]
 
 
 def _with_spark(line: Line, values: list[float | None], look: Look) -> Line:
@@ -209,13 +214,13 @@ def _noise(state: LiveState) -> Line | None:
     return _fact("noise scale" if noise is not None else "learning rate", *parts) if parts else None
 
 
-def _slowest(state: LiveState) -> Line | None:
-    found = slowest_and_fastest(state)
-    if found is None:
+def _slowest(ranks: list[RankNow]) -> Line | None:
+    paces = [(rank.ms_per_sample, rank) for rank in ranks if rank.ms_per_sample is not None]
+    if len(paces) < 2:
         return None
-    (slowest, slow), (fastest, fast) = found
-    parts = [(rank_name(slowest, device_of(state, slowest)), "bold"), (f": {amount(slow)} ms/sample", "")]
-    parts += [(f", {slow / fast:.1f}× {rank_name(fastest)}", "")] if fast > 0 else []
+    (slow, slowest), (fast, fastest) = max(paces), min(paces)
+    parts = [(rank_name(slowest.rank, slowest.device), "bold"), (f": {amount(slow)} ms/sample", "")]
+    parts += [(f", {slow / fast:.1f}× {rank_name(fastest.rank)}", "")] if fast > 0 else []
     return _fact("slowest", *parts)
 
 
