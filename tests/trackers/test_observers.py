@@ -14,7 +14,7 @@ from live_records import END, HEADER, Clock, event, header, plan, run, window
 import cannikin
 from cannikin.errors import InvalidInputError
 from cannikin.runlog import JobInfo, NoiseRecord
-from cannikin.trackers.observers import PrometheusObserver, ScalarObserver, TensorBoardObserver, prometheus_text
+from cannikin.trackers.observers import PrometheusObserver, ScalarObserver, TensorBoardObserver
 from cannikin.trackers.scalars import SCALARS, scalars, step_of
 
 ROOT = Path(__file__).parent.parent.parent
@@ -202,8 +202,10 @@ def test_prometheus_reads_every_number_back_with_its_labels(tmp_path):
     assert len(families) == len(SCALARS) + 1  # and cannikin_info
 
 
-def test_each_family_is_in_one_piece_with_its_help_before_it():
-    text = prometheus_text(scalars(window(0, (1,) * 5)))
+def test_each_family_is_in_one_piece_with_its_help_before_it(tmp_path):
+    observer = PrometheusObserver(tmp_path / "run.prom")
+    observer.write(window(0, (1,) * 5))
+    text = observer.path.read_text()
     seen = re.findall(r"^(?:# (?:HELP|TYPE) )?(\w+)", text, re.M)
     runs = [name for i, name in enumerate(seen) if i == 0 or seen[i - 1] != name]
     assert len(runs) == len(set(runs))
@@ -256,7 +258,7 @@ def test_the_observers_are_public_names():
 def test_goodput_needs_the_initial_batch_of_the_header(tmp_path):
     observer = PrometheusObserver(tmp_path / "run.prom", every_s=0)
     observer.write(window(0))
-    assert "cannikin_goodput" not in observer.text
+    assert "cannikin_goodput" not in observer.path.read_text()
     observer.write(header(job=JobInfo(batch_size=32)))
     observer.write(window(0))
-    assert "cannikin_goodput 800.0" in observer.text
+    assert "cannikin_goodput 800.0" in observer.path.read_text()

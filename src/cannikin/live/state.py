@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from cannikin.runlog import EventRecord, Header, PlanRecord, Record, WindowRecord
-from cannikin.runlog.times import RankTimes, efficiency_of, predicted_ms, rank_times, samples_per_s
+from cannikin.runlog.times import RankTimes, efficiency_of, numbers_of, predicted_ms, rank_times, samples_per_s
 
 _NUM_POINTS = 60  # windows remembered, for sparklines and rates
 _NUM_PLANS = 16  # plans among which the prediction for a window's split is looked for
@@ -107,19 +107,14 @@ class LiveState:
         elif event.kind == "end":
             self.end = event
         elif event.kind == "eval":
-            numbers = {name: value for name, value in event.data.items() if isinstance(value, int | float)}
-            self.metrics, self.metrics_step = {name: float(value) for name, value in numbers.items()}, event.step
+            self.metrics, self.metrics_step = numbers_of(event), event.step
         else:
             self._begin_pass(event)
 
     def _begin_pass(self, event: EventRecord) -> None:
-        epoch, position, goal = (event.data.get(name) for name in ("epoch", "position", "goal"))
-        self.current_pass = Pass(
-            epoch=int(epoch) if isinstance(epoch, int | float) else 0,
-            first_step=event.step,
-            position=int(position) if isinstance(position, int | float) else 0,
-            goal=float(goal) if isinstance(goal, int | float) else None,
-        )
+        numbers = numbers_of(event)
+        epoch, position = (int(numbers.get(name, 0)) for name in ("epoch", "position"))
+        self.current_pass = Pass(epoch=epoch, first_step=event.step, position=position, goal=numbers.get("goal"))
         self._samples_of_pass = 0
 
     # How far it is.

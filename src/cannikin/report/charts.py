@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cannikin.core.values import FloatArray
-from cannikin.report.numbers import Reached, RunArrays, Windows, activity_ms, prediction_error, thin
+from cannikin.report.numbers import Reached, RunArrays, Windows, prediction_error, thin
 from cannikin.report.page import (
     Figure,
     Key,
@@ -64,12 +64,8 @@ def _local_batches(run: RunArrays) -> Figure | Missing:
 
 def _computing(run: RunArrays) -> Figure | Missing:
     windows = run.windows
-    shares = np.empty(windows.local_batches.shape, dtype=np.float64)
-    for start in range(0, len(windows), 4096):  # one piece at a time: a long log's activities are large
-        times = activity_ms(windows, slice(start, start + 4096))
-        with np.errstate(divide="ignore", invalid="ignore"):
-            computing = activity(times, "optimizer and forward", "backward")
-            shares[start : start + 4096] = 100 * computing / times.sum(axis=-1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        shares = 100 * activity(windows.times_ms, "optimizer and forward", "backward") / windows.times_ms.sum(axis=-1)
     return ranks_over_time(
         windows,
         shares,

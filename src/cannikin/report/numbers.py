@@ -13,18 +13,19 @@ import numpy.typing as npt
 
 from cannikin.core.values import BoolArray, FloatArray, IntArray
 from cannikin.runlog import EventRecord, Header, PlanRecord, Timeline
-from cannikin.runlog.times import NS_PER_MS, activities, activity, longest_ns, rank_moments
+from cannikin.runlog.times import NS_PER_MS, activity, longest_ns, rank_moments
 
-ByRank = npt.NDArray[np.float32]  # [W, n]: a long log of many ranks has most of its numbers in these
+ByRank = npt.NDArray[np.float32]  # a long log of many ranks has most of its numbers in these
 _MOST_STRETCH_WINDOWS = 50
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Windows:
-    """The windows that count, oldest first: [W], and by rank [W, n]; NaN where not known.
+    """The windows that count, oldest first, [W]; NaN where not known.
 
-    As in `WindowRecord`, but `before_ms` is without loading, `elapsed_ms` goes on over resumes, the noise scale and its
-    limits are here, and `predicted_ms` is what the last plan before the window said of the window's split.
+    As in `WindowRecord`, but `elapsed_ms` goes on over resumes, `predicted_ms` is what the last plan before the window
+    said of the window's split, and the noise scale and its limits are here. By rank there are the local batches,
+    [W, n], and what each rank did with the time of a step, [W, n, A].
     """
 
     first_step: FloatArray
@@ -34,18 +35,12 @@ class Windows:
     elapsed_ms: FloatArray
     progress: FloatArray
     lr_factor: FloatArray
-    num_skipped: FloatArray
     noise_scale: FloatArray
     noise_low: FloatArray
     noise_high: FloatArray
     predicted_ms: FloatArray
     local_batches: ByRank
-    before_ms: ByRank
-    backward_ms: ByRank
-    done_ms: ByRank
-    wait_ms: ByRank
-    loader_ms: ByRank
-    other_ms: ByRank
+    times_ms: ByRank
 
     def __len__(self) -> int:
         return len(self.first_step)
@@ -59,7 +54,6 @@ class Windows:
 class Metric(NamedTuple):
     """What the user evaluated, over time: [E] each."""
 
-    step: FloatArray
     elapsed_ms: FloatArray
     value: FloatArray
 
@@ -191,13 +185,7 @@ def ranks_to_draw(num_ranks: int, most: int) -> list[int]:
     return [int(rank) for rank in ranks]
 
 
-def activity_ms(windows: Windows, rows: slice | IntArray | BoolArray) -> FloatArray:
-    """Return what each rank did with the time of a step, [W, n, A]; NaN where a rank measured nothing."""
-    names = ("before", "backward", "done", "wait", "loader", "other")
-    return activities(**{name: getattr(windows, f"{name}_ms")[rows].astype(np.float64) for name in names})
-
-
-def mean_shares(times_ms: FloatArray, num_steps: FloatArray) -> FloatArray:
+def mean_shares(times_ms: FloatArray | ByRank, num_steps: FloatArray) -> FloatArray:
     """Return each activity's share of each rank's time over windows of so many steps, [n, A]; NaN for a silent rank."""
     weights = np.where(np.isfinite(times_ms).all(axis=-1), num_steps[:, None], 0.0)
     spent = (np.nan_to_num(times_ms) * weights[..., None]).sum(axis=0)
@@ -208,22 +196,19 @@ def mean_shares(times_ms: FloatArray, num_steps: FloatArray) -> FloatArray:
 
 def early_rows(windows: Windows) -> IntArray:
     """Return the first windows, as long as they have the first split, and not too many of them."""
-    return _run_of_equals(windows, first=True)
+    return _alike(windows, np.arange(len(windows)))
 
 
 def late_rows(windows: Windows) -> IntArray:
     """Return the last windows, as far back as they have the last split, and not too many of them."""
-    return _run_of_equals(windows, first=False)
+    return _alike(windows, np.arange(len(windows))[::-1])[::-1]
 
 
-def _run_of_equals(windows: Windows, *, first: bool) -> IntArray:
-    num = len(windows)
-    rows = np.arange(num)[:_MOST_STRETCH_WINDOWS] if first else np.arange(num)[::-1][:_MOST_STRETCH_WINDOWS]
-    if not num:
-        return rows
+def _alike(windows: Windows, rows: IntArray) -> IntArray:
+    """Return the first of these rows, as long as they have the split of the very first."""
+    rows = rows[:_MOST_STRETCH_WINDOWS]
     split = np.nan_to_num(windows.local_batches[rows])
-    same = np.logical_and.accumulate((split == split[0]).all(axis=1))
-    return np.sort(rows[same])
+    return rows[np.logical_and.accumulate((split == split[:1]).all(axis=1))]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -252,7 +237,7 @@ def stretch(windows: Windows, rows: IntArray) -> Stretch:
     split = windows.local_batches[rows[-1]]
     local_batches = tuple(int(batch) for batch in split[np.isfinite(split)])
     step_ms = _median(windows.step_ms[rows])
-    shares = mean_shares(activity_ms(windows, rows), windows.num_steps[rows])
+    shares = mean_shares(windows.times_ms[rows], windows.num_steps[rows])
     wait = activity(shares, "waiting")
     known = np.isfinite(wait).any()
     return Stretch(
@@ -282,10 +267,9 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Reached:
-    """When each run reached the target, None for one that did not; `upwards` where more is better."""
+    """When each run first reached the target; None for one that did not, or at a time that is not known."""
 
     target: Target
-    upwards: bool
     times_ms: tuple[float | None, ...]
 
 
@@ -297,16 +281,13 @@ def reached(runs: list[RunArrays], target: Target) -> Reached | None:
     known = [run.metrics[target.metric] for run in runs if target.metric in run.metrics]
     if not known:
         return None
-    upwards = float(np.median([metric.value[0] for metric in known])) <= target.value
-    nothing = Metric(step=np.zeros(0), elapsed_ms=np.zeros(0), value=np.zeros(0))
-    times = (_time_to_target_ms(run.metrics.get(target.metric, nothing), target.value, upwards=upwards) for run in runs)
-    return Reached(target=target, upwards=upwards, times_ms=tuple(times))
-
-
-def _time_to_target_ms(metric: Metric, target: float, *, upwards: bool) -> float | None:
-    """Return when the metric first reached the target; None where it never did, or at a time that is not known."""
-    reached = (metric.value >= target if upwards else metric.value <= target) & np.isfinite(metric.elapsed_ms)
-    return float(metric.elapsed_ms[reached.argmax()]) if reached.any() else None
+    sign = 1 if float(np.median([metric.value[0] for metric in known])) <= target.value else -1
+    times_ms: list[float | None] = []
+    for run in runs:
+        elapsed_ms, value = run.metrics.get(target.metric, Metric(np.zeros(0), np.zeros(0)))
+        there = elapsed_ms[(sign * value >= sign * target.value) & np.isfinite(elapsed_ms)]
+        times_ms.append(float(there[0]) if len(there) else None)
+    return Reached(target=target, times_ms=tuple(times_ms))
 
 
 def _median(values: FloatArray) -> float:

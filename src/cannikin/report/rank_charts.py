@@ -12,7 +12,6 @@ from cannikin.report.numbers import (
     ByRank,
     RunArrays,
     Windows,
-    activity_ms,
     column_means,
     early_rows,
     late_rows,
@@ -118,7 +117,7 @@ def utilisation(run: RunArrays) -> Figure | Missing:
     ranks = ranks_to_draw(windows.num_ranks, _MOST_ROWS)
     views = []
     for label, rows in stretches:
-        shares = 100 * mean_shares(activity_ms(windows, rows), windows.num_steps[rows])
+        shares = 100 * mean_shares(windows.times_ms[rows], windows.num_steps[rows])
         if np.isfinite(shares).any():
             views.append(View(label, _share_bars(shares[ranks])))
     if not views:

@@ -8,11 +8,10 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from itertools import chain
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -23,6 +22,7 @@ from cannikin.runlog import (
     RUNLOG_NAME,
     EventRecord,
     Header,
+    NoiseRecord,
     PlanRecord,
     Record,
     RunLogReader,
@@ -30,11 +30,17 @@ from cannikin.runlog import (
     WindowRecord,
     numbers_only,
 )
-from cannikin.runlog.times import before_ms, longest_ns, padded, predicted_ms, rank_moments
+from cannikin.runlog.times import (
+    ACTIVITIES,
+    activities,
+    longest_ns,
+    measured_ms,
+    numbers_of,
+    predicted_ms,
+    rank_moments,
+)
 
-# What `Windows` has once per window, and once per rank of a window.
-_WINDOW_COLUMNS = tuple(field.name for field in fields(Windows) if field.type == "FloatArray")
-_RANK_COLUMNS = tuple(field.name for field in fields(Windows) if field.type == "ByRank")
+_COLUMNS = [field.name for field in fields(Windows) if field.type == "FloatArray"]  # one number per window
 _CHUNK_WINDOWS = 1024
 _MAX_COMPARED = 60
 _MAX_LISTED = 100  # plans and events at each end of a table
@@ -123,21 +129,16 @@ def read_run(path: str | os.PathLike[str], name: str) -> RunArrays:
         RunLogError: the file is missing, is no run log, has no header yet, or has another version of the format.
     """
     with RunLogReader(path) as reader, numbers_only(reader.path):
-        run = _RunSoFar(reader.path)
-        run.take_all(reader.records())
-        return run.finish(
-            name,
-            truncated=reader.truncated,
-            num_unreadable=reader.num_unreadable,
-            num_unknown=reader.num_unknown,
-        )
+        run = _RunSoFar()
+        for record in reader.records():
+            run.take(record)
+        return run.finish(name, reader)
 
 
 class _RunSoFar:
     """What has been read of a log so far."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self) -> None:
         self._headers: list[Header] = []
         self._windows = _Table()
         self._metrics: dict[str, list[tuple[int, float, float]]] = {}
@@ -151,16 +152,15 @@ class _RunSoFar:
         self._last_step = 0
         self._offset_ms, self._elapsed_ms = 0.0, math.nan
 
-    def take_all(self, records: Iterable[Record]) -> None:
-        for record in records:
-            if isinstance(record, WindowRecord):
-                self._take_window(record)
-            elif isinstance(record, PlanRecord):
-                self._take_plan(record)
-            elif isinstance(record, EventRecord):
-                self._take_event(record)
-            else:
-                self._take_header(record)
+    def take(self, record: Record) -> None:
+        if isinstance(record, WindowRecord):
+            self._take_window(record)
+        elif isinstance(record, PlanRecord):
+            self._take_plan(record)
+        elif isinstance(record, EventRecord):
+            self._take_event(record)
+        else:
+            self._take_header(record)
 
     def _take_header(self, header: Header) -> None:
         self._headers.append(header)
@@ -187,7 +187,7 @@ class _RunSoFar:
         elapsed_ms = self._at(event.elapsed_ms)
         self._last_step = max(self._last_step, event.step)
         if event.kind == "eval":
-            numbers = {name: value for name, value in event.data.items() if isinstance(value, int | float)}
+            numbers = numbers_of(event)
             if _TRAINING_TIME in numbers and len(numbers) > 1:
                 elapsed_ms = numbers.pop(_TRAINING_TIME) * 1e3
                 self._in_training_time = True
@@ -204,9 +204,9 @@ class _RunSoFar:
             self._elapsed_ms = max(self._offset_ms + elapsed_ms, self._elapsed_ms)  # the first where that is NaN
         return self._elapsed_ms
 
-    def finish(self, name: str, *, truncated: bool, num_unreadable: int, num_unknown: int) -> RunArrays:
+    def finish(self, name: str, reader: RunLogReader) -> RunArrays:
         if not self._headers:
-            raise RunLogError(f"{self._path}: has no header yet: the run has only just begun, or ended at once")
+            raise RunLogError(f"{reader.path}: has no header yet: the run has only just begun, or ended at once")
         windows, num_redone = self._windows.finish()
         metrics = {key: _metric(rows) for key, rows in self._metrics.items()}
         goals = {key: metrics.pop(_TARGET + key) for key in list(metrics) if _TARGET + key in metrics}
@@ -228,9 +228,9 @@ class _RunSoFar:
             late=self._timelines.late,
             last_step=self._last_step,
             ended=self._ended,
-            truncated=truncated,
-            num_unreadable=num_unreadable,
-            num_unknown=num_unknown,
+            truncated=reader.truncated,
+            num_unreadable=reader.num_unreadable,
+            num_unknown=reader.num_unknown,
         )
 
 
@@ -239,73 +239,57 @@ class _Table:
 
     def __init__(self) -> None:
         self._rows: list[list[float | None]] = []
-        self._by_rank: list[list[float | None]] = []
-        self._num_ranks = 0
+        self._by_rank: list[list[tuple[float | None, ...]]] = []
         self._chunks: list[tuple[FloatArray, ByRank]] = []
 
     def add(self, window: WindowRecord, elapsed_ms: float, predicted_step_ms: float | None) -> None:
-        n, noise = len(window.local_batches), window.noise
-        if n != self._num_ranks or len(self._rows) >= _CHUNK_WINDOWS:
+        by_rank = [window.local_batches, *measured_ms(window)]
+        if len(self._rows) >= _CHUNK_WINDOWS or (self._by_rank and len(self._by_rank[-1][0]) != len(by_rank[0])):
             self._flush()
-            self._num_ranks = n
-        once: dict[str, float | None] = {
-            "first_step": window.first_step,
-            "num_steps": window.num_steps,
-            "total_batch": window.total_batch,
-            "step_ms": window.step_ms,
+        noise = window.noise or NoiseRecord()
+        own = {
             "elapsed_ms": elapsed_ms,
-            "progress": window.progress,
-            "lr_factor": window.lr_factor,
-            "num_skipped": window.num_skipped,
-            "noise_scale": None if noise is None else noise.noise_scale,
-            "noise_low": None if noise is None else noise.low,
-            "noise_high": None if noise is None else noise.high,
             "predicted_ms": predicted_step_ms,
+            "noise_scale": noise.noise_scale,
+            "noise_low": noise.low,
+            "noise_high": noise.high,
         }
-        by_rank: dict[str, tuple[float | None, ...]] = {
-            "local_batches": window.local_batches,
-            "before_ms": before_ms(window),
-            "backward_ms": padded(window.backward_ms, n),
-            "done_ms": padded(window.done_ms, n),
-            "wait_ms": padded(window.wait_ms, n),
-            "loader_ms": padded(window.loader_ms, n),
-            "other_ms": padded(window.other_ms, n),
-        }
-        self._rows.append([once[name] for name in _WINDOW_COLUMNS])
-        self._by_rank.append([*chain.from_iterable(by_rank[name] for name in _RANK_COLUMNS)])
+        self._rows.append([own[name] if name in own else getattr(window, name) for name in _COLUMNS])
+        self._by_rank.append(by_rank)
 
     def finish(self) -> tuple[Windows, int]:
         """Return all windows that stand, and the number of the others."""
         self._flush()
-        width = max((by_rank.shape[2] for _, by_rank in self._chunks), default=0)
         num_windows = sum(len(rows) for rows, _ in self._chunks)
-        once = np.full((len(_WINDOW_COLUMNS), num_windows), np.nan)
-        ranks = np.full((len(_RANK_COLUMNS), num_windows, width), np.nan, dtype=np.float32)
+        width = max((by_rank.shape[1] for _, by_rank in self._chunks), default=0)
+        once = np.full((len(_COLUMNS), num_windows), np.nan)
+        ranks = np.full((num_windows, width, 1 + len(ACTIVITIES)), np.nan, dtype=np.float32)
         place = 0
         for rows, by_rank in self._chunks:
             once[:, place : place + len(rows)] = rows.T
-            ranks[:, place : place + len(rows), : by_rank.shape[2]] = by_rank.swapaxes(0, 1)
+            ranks[place : place + len(rows), : by_rank.shape[1]] = by_rank
             place += len(rows)
         self._chunks.clear()
-        stands = latest(once[_WINDOW_COLUMNS.index("first_step")])
+        stands = latest(once[_COLUMNS.index("first_step")])
         if not stands.all():
-            once, ranks = once[:, stands], ranks[:, stands]
-        columns: dict[str, Any] = dict(zip((*_WINDOW_COLUMNS, *_RANK_COLUMNS), (*once, *ranks), strict=True))
-        return Windows(**columns), int((~stands).sum())
+            once, ranks = once[:, stands], ranks[stands]
+        columns: dict[str, FloatArray] = dict(zip(_COLUMNS, once, strict=True))
+        return Windows(**columns, local_batches=ranks[..., 0], times_ms=ranks[..., 1:]), int((~stands).sum())
 
     def _flush(self) -> None:
+        """Put local batches and activities of the rows so far, [W, n, 1 + A], into a chunk; None becomes NaN."""
         if self._rows:
+            by_rank = np.array(self._by_rank, dtype=np.float64)
+            both = np.concatenate([by_rank[:, 0, :, None], activities(by_rank[:, 1:])], axis=-1)
             with np.errstate(over="ignore"):  # what is beyond any time becomes infinite, which counts as not known
-                by_rank = np.array(self._by_rank, dtype=np.float32)  # None becomes NaN
-            shape = (len(self._rows), len(_RANK_COLUMNS), self._num_ranks)
-            self._chunks.append((np.array(self._rows, dtype=np.float64), by_rank.reshape(shape)))
+                self._chunks.append((np.array(self._rows, dtype=np.float64), both.astype(np.float32)))
         self._rows, self._by_rank = [], []
 
 
 def _metric(rows: list[tuple[int, float, float]]) -> Metric:
-    table = np.array(rows, dtype=np.float64)
-    table = table[latest(table[:, 0])]
-    return Metric(step=table[:, 0], elapsed_ms=table[:, 1], value=table[:, 2])
+    steps, elapsed_ms, value = np.array(rows, dtype=np.float64).T
+    stands = latest(steps)
+    return Metric(elapsed_ms[stands], value[stands])
 
 
 # What to keep of a stream of unknown length.

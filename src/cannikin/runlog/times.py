@@ -6,20 +6,28 @@ A report, a live view, a trace and trackers all take them from here, so that the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Reversible, Sequence
+from collections.abc import Iterable, Reversible
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from cannikin.core.goodput import efficiency
 from cannikin.core.values import FloatArray
-from cannikin.runlog.records import PlanRecord, Timeline, WindowRecord
+from cannikin.runlog.records import EventRecord, PlanRecord, Timeline, WindowRecord
 
+_MEASURED = ("before_ms", "backward_ms", "done_ms", "wait_ms", "loader_ms", "other_ms")  # of a `WindowRecord`
 ACTIVITIES = ("optimizer and forward", "backward", "communication", "waiting", "loading", "other")
 NS_PER_MS = 1_000_000
 _MOST = 1e15  # beyond it, a number of a damaged log is no time and no batch
 
-# A window as a whole.
+# A window as a whole, and an event.
+
+
+def numbers_of(event: EventRecord) -> dict[str, float]:
+    """Return the numbers among an event's data, which may also hold text."""
+    return {name: float(value) for name, value in event.data.items() if isinstance(value, int | float)}
 
 
 def samples_per_s(window: WindowRecord) -> float | None:
@@ -40,13 +48,8 @@ def efficiency_of(window: WindowRecord, initial_batch: int) -> float | None:
     noise = window.noise
     if noise is None or noise.signal_sqnorm is None or noise.noise_trace is None:
         return None
-    share = efficiency(
-        window.total_batch,
-        initial_batch=initial_batch,
-        noise_trace=noise.noise_trace,
-        signal_sqnorm=noise.signal_sqnorm,
-    )
-    return float(share)
+    trace, signal = noise.noise_trace, noise.signal_sqnorm
+    return float(efficiency(window.total_batch, initial_batch=initial_batch, noise_trace=trace, signal_sqnorm=signal))
 
 
 def predicted_ms(window: WindowRecord, plans: Reversible[PlanRecord]) -> float | None:
@@ -55,75 +58,55 @@ def predicted_ms(window: WindowRecord, plans: Reversible[PlanRecord]) -> float |
     return next(alike, None)
 
 
-def before_ms(window: WindowRecord) -> tuple[float | None, ...]:
-    """Return the time of optimizer and forward of every rank, without the loading that the log may count there."""
-    size = len(window.local_batches)
-    before = padded(window.before_ms, size)
-    if not window.loader_inside:
-        return before
-    pairs = zip(before, padded(window.loader_ms, size), strict=True)
-    return tuple(None if ms is None else max(0.0, ms - (loader or 0.0)) for ms, loader in pairs)
-
-
-def padded(times: Sequence[float | None], num_ranks: int) -> tuple[float | None, ...]:
-    """Return one entry per rank, None where the log has none.
-
-    Example:
-        >>> padded((1.0,), 2), padded((1.0, 2.0, 3.0), 2)
-        ((1.0, None), (1.0, 2.0))
-    """
-    return (*times, *(None,) * num_ranks)[:num_ranks]
-
-
 # Where a step's time goes on each rank: computing, communicating, waiting for slower ranks, loading data.
 
 
-def activities(
-    *,
-    before: FloatArray,
-    backward: FloatArray,
-    done: FloatArray,
-    wait: FloatArray,
-    loader: FloatArray,
-    other: FloatArray,
-) -> FloatArray:
-    """Return what ranks did with the time of a step: one more axis, the last, in the order of `ACTIVITIES`.
+def measured_ms(window: WindowRecord) -> list[tuple[float | None, ...]]:
+    """Return what was measured of every rank, [6, n], None where nothing was.
 
-    Communication is what no computing hid and no slower rank caused. Loading and other work count as 0 where they were
-    not measured (NaN); any of the others makes what depends on it NaN.
+    The rows are the times before, in and until the end of backward's all-reduces, waiting, loading and other work, as
+    in `WindowRecord`; the time before backward comes without the loading that the log may count there.
+    """
+    size = len(window.local_batches)
+    rows = [(*getattr(window, name), *(None,) * size)[:size] for name in _MEASURED]
+    if window.loader_inside:
+        pairs = zip(rows[0], rows[4], strict=True)
+        rows[0] = tuple(None if ms is None else max(0.0, ms - (loader or 0.0)) for ms, loader in pairs)
+    return rows
+
+
+def activities(measured: FloatArray) -> FloatArray:
+    """Return what ranks did with the time of a step, [..., n, A] in the order of `ACTIVITIES`.
+
+    Communication is what no computing hid and no slower rank caused. Loading and other work count as 0 where they
+    were not measured (NaN); any of the others makes what depends on it NaN.
 
     Args:
-        before: optimizer and forward, without loading.
-        backward: until the last gradient was there.
-        done: from the start of backward to the end of the last all-reduce.
-        wait: the part of that in which a slower rank was waited for.
-        loader, other: waiting for data, and the user's own work.
+        measured: times as `measured_ms` returns them, [..., 6, n].
 
     Example:
-        >>> times = {"before": 10.0, "backward": 20.0, "done": 30.0, "wait": 4.0, "loader": np.nan, "other": 0.0}
-        >>> activities(**{name: np.array(ms) for name, ms in times.items()}).tolist()
-        [10.0, 20.0, 6.0, 4.0, 0.0, 0.0]
+        >>> activities(np.array([[10.0], [20.0], [30.0], [4.0], [np.nan], [0.0]])).tolist()
+        [[10.0, 20.0, 6.0, 4.0, 0.0, 0.0]]
     """
+    before, backward, done, wait, loader, other = np.moveaxis(measured, -2, 0)
     exposed = np.maximum(done - backward, 0.0)
     waiting = np.clip(wait, 0.0, exposed)
-    return np.stack(
-        [before, backward, exposed - waiting, waiting, np.nan_to_num(loader), np.nan_to_num(other)], axis=-1
-    )
+    between = (np.nan_to_num(loader), np.nan_to_num(other))
+    return np.stack([before, backward, exposed - waiting, waiting, *between], axis=-1)
 
 
-def activity(times: FloatArray, *names: str) -> FloatArray:
+def activity(times: npt.NDArray[Any], *names: str) -> npt.NDArray[Any]:
     """Return the sum of these activities, in times or shares that have all of them along their last axis.
 
     Example:
         >>> float(activity(np.array([10.0, 20.0, 6.0, 4.0, 0.0, 0.0]), "optimizer and forward", "backward"))
         30.0
     """
-    total: FloatArray = times[..., [ACTIVITIES.index(name) for name in names]].sum(axis=-1)
+    total: npt.NDArray[Any] = times[..., [ACTIVITIES.index(name) for name in names]].sum(axis=-1)
     return total
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankTimes:
+class RankTimes(NamedTuple):
     """A rank's typical step, in milliseconds.
 
     Args:
@@ -141,19 +124,13 @@ class RankTimes:
     @property
     def total_ms(self) -> float:
         """Their sum."""
-        return sum(self.parts_ms)
-
-    @property
-    def parts_ms(self) -> tuple[float, float, float, float]:
-        """Compute, communication, wait and loading."""
-        return self.compute_ms, self.communication_ms, self.wait_ms, self.loading_ms
+        return sum(self)
 
     @property
     def shares(self) -> dict[str, float]:
         """The same as shares of the step, by the names above; all 0 where it took no time."""
-        names = ("compute_ms", "communication_ms", "wait_ms", "loading_ms")
         whole = self.total_ms or 1.0
-        return {name: part_ms / whole for name, part_ms in zip(names, self.parts_ms, strict=True)}
+        return {name: part_ms / whole for name, part_ms in zip(self._fields, self, strict=True)}
 
 
 def rank_times(window: WindowRecord) -> list[RankTimes | None]:
@@ -163,25 +140,14 @@ def rank_times(window: WindowRecord) -> list[RankTimes | None]:
         >>> window = WindowRecord(first_step=0, num_steps=5, num_valid=5, total_batch=8, local_batches=(4, 4),
         ...                       before_ms=(10.0, None), backward_ms=(20.0, 20.0), done_ms=(50.0, 25.0),
         ...                       wait_ms=(25.0, 0.0))
-        >>> rank_times(window)[0].parts_ms, rank_times(window)[1]
-        ((30.0, 5.0, 25.0, 0.0), None)
+        >>> rank_times(window)
+        [RankTimes(compute_ms=30.0, communication_ms=5.0, wait_ms=25.0, loading_ms=0.0), None]
     """
-    columns = (before_ms(window), window.backward_ms, window.done_ms, window.wait_ms, window.loader_ms)
-    size = len(window.local_batches)
-    before, backward, done, wait, loader = (np.array(padded(times, size), dtype=np.float64) for times in columns)
-    times = activities(
-        before=before,
-        backward=backward,
-        done=done,
-        wait=np.nan_to_num(wait),
-        loader=loader,
-        other=np.zeros(size),
-    )
-    found: list[RankTimes | None] = []
-    for first, back, communication, waited, loading, _ in times.tolist():
-        spent = RankTimes(compute_ms=first + back, communication_ms=communication, wait_ms=waited, loading_ms=loading)
-        found.append(spent if math.isfinite(spent.total_ms) else None)
-    return found
+    measured = np.array(measured_ms(window), dtype=np.float64)
+    measured[3:] = np.nan_to_num(measured[3:])  # who does not know its waiting is shown without any
+    found = activities(measured).tolist()
+    times = (RankTimes(before + backward, rest, wait, load) for before, backward, rest, wait, load, _ in found)
+    return [spent if math.isfinite(spent.total_ms) else None for spent in times]
 
 
 # One step's timeline. Ranks' clocks differ, so they are lined up by the end of the last all-reduce, which is one moment

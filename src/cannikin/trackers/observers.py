@@ -33,44 +33,46 @@ _RANK_SCALAR = re.compile(r"cannikin/rank(\d+)/(\w+)")
 
 
 class _Throttled:
-    """Turns records into scalars, leaving out windows that come sooner than `every_s` after the last one taken.
+    """Turns records into scalars, and logs them at their steps with `_log`, which an observer has of its own.
 
-    A plan belongs to the window before it, and goes or stays with that one. The run's last window is always taken.
+    Windows that come sooner than `every_s` after the last one taken are left out. A plan belongs to the window before
+    it, and goes or stays with that one. The run's last window is always taken.
     """
 
     def __init__(self, every_s: float, max_ranks: int, clock: Callable[[], float]) -> None:
         self._every_s, self._max_ranks, self._clock = every_s, max_ranks, clock
         self._taken_at = -float("inf")
         self._left_out: WindowRecord | None = None
-        self._header: Header | None = None
+        self._initial_batch: int | None = None
 
-    def scalars(self, record: Record) -> dict[str, float]:
+    def write(self, event: Record, /) -> None:
+        """Take a record of the run."""
+        if isinstance(event, Header):
+            self._initial_batch = event.job.batch_size
+        self._log(self._scalars(event), step_of(event))
+
+    def _log(self, values: dict[str, float], step: int) -> None:
+        raise NotImplementedError
+
+    def _scalars(self, record: Record) -> dict[str, float]:
         """Return what to pass on of a record."""
-        if isinstance(record, Header):
-            self._header = record
-        if isinstance(record, WindowRecord) and not self._takes_now():
-            self._left_out = record
-            return {}
         if isinstance(record, WindowRecord):
-            self._left_out = None
-        if isinstance(record, PlanRecord) and self._left_out is not None:
+            now = self._clock()
+            if now - self._taken_at < self._every_s:
+                self._left_out = record
+                return {}
+            self._taken_at, self._left_out = now, None
+        elif self._left_out is not None and isinstance(record, PlanRecord):
             return {}
-        if isinstance(record, EventRecord) and record.kind == "end" and self._left_out is not None:
+        elif self._left_out is not None and isinstance(record, EventRecord) and record.kind == "end":
             record, self._left_out = self._left_out, None
-        found = scalars(record, initial_batch=None if self._header is None else self._header.job.batch_size)
+        found = scalars(record, initial_batch=self._initial_batch)
         if isinstance(record, WindowRecord) and len(record.local_batches) > self._max_ranks:
             return {name: value for name, value in found.items() if not name.startswith("cannikin/rank")}
         return found
 
-    def _takes_now(self) -> bool:
-        now = self._clock()
-        if now - self._taken_at < self._every_s:
-            return False
-        self._taken_at = now
-        return True
 
-
-class TensorBoardObserver:
+class TensorBoardObserver(_Throttled):
     """Adds a run's numbers to the user's `SummaryWriter`, by step.
 
     Args:
@@ -86,23 +88,20 @@ class TensorBoardObserver:
     def __init__(
         self, writer: Any, *, every_s: float = 15.0, max_ranks: int = 16, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        super().__init__(every_s, max_ranks, clock)
         if writer is not None and not callable(getattr(writer, "add_scalar", None)):
             raise InvalidInputError(
                 f"{type(writer).__name__} has no add_scalar(): give a SummaryWriter of torch.utils.tensorboard"
             )
         self._writer = writer
-        self._source = _Throttled(every_s, max_ranks, clock)
 
-    def write(self, event: Record, /) -> None:
-        """Take a record of the run."""
-        if self._writer is None:
-            return
-        step = step_of(event)
-        for name, value in self._source.scalars(event).items():
-            self._writer.add_scalar(name, value, step)
+    def _log(self, values: dict[str, float], step: int) -> None:
+        if self._writer is not None:
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step)
 
 
-class ScalarObserver:
+class ScalarObserver(_Throttled):
     """Logs a run's numbers with the user's own run of a tracker: W&B, MLflow, or anything that logs a dict at a step.
 
     A `log_metrics(dict, step)` (MLflow, Lightning's loggers) is used where there is one, else `log(dict, step)` (W&B).
@@ -135,26 +134,28 @@ class ScalarObserver:
         with_step: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._log = None if run is None else _logger(run)
-        self._by_name = self._log is not None and _takes_name(self._log, "step")
+        super().__init__(every_s, max_ranks, clock)
+        self._method = None if run is None else _logger(run)
+        self._by_name = self._method is not None and _takes_name(self._method, "step")
         self._with_step = with_step
-        self._source = _Throttled(every_s, max_ranks, clock)
         self._step = 0
 
     def write(self, event: Record, /) -> None:
         """Take a record of the run."""
         if isinstance(event, Header):
             self._step = event.first_step  # a resumed run may go back
-        self._step = max(self._step, step_of(event))
-        values = self._source.scalars(event)
-        if not values or self._log is None:
+        super().write(event)
+
+    def _log(self, values: dict[str, float], step: int) -> None:
+        self._step = max(self._step, step)
+        if not values or self._method is None:
             return
         if not self._with_step:
-            self._log(values)
+            self._method(values)
         elif self._by_name:
-            self._log(values, step=self._step)
+            self._method(values, step=self._step)
         else:
-            self._log(values, self._step)
+            self._method(values, self._step)
 
 
 def _logger(run: Any) -> Callable[..., Any]:
@@ -233,65 +234,26 @@ class PrometheusObserver:
         ended = isinstance(event, EventRecord) and event.kind == "end"
         now = self._clock()
         if ended or now - self._written_at >= self._every_s:
+            from prometheus_client import write_to_textfile
+
             self._written_at = now
-            self._save()
-
-    def _save(self) -> None:
-        from prometheus_client import write_to_textfile
-
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_to_textfile(str(self.path), _Collected(self._values, self._header, self._labels))
-
-    @property
-    def text(self) -> str:
-        """The latest numbers in Prometheus's text format."""
-        return prometheus_text(self._values, self._header, self._labels)
-
-    @property
-    def _values(self) -> dict[str, float]:
-        batch = None if self._header is None else self._header.job.batch_size
-        known = {} if self._window is None else scalars(self._window, initial_batch=batch)
-        return {**known, **self._latest}
-
-
-def prometheus_text(
-    values: Mapping[str, float], header: Header | None = None, labels: Mapping[str, str] | None = None
-) -> str:
-    """Return scalars in Prometheus's text format, every family with its HELP and TYPE.
-
-    Args:
-        values: by the names of `SCALARS`.
-        header: of the run: adds `cannikin_info`, and where each rank runs.
-        labels: put on every line.
-
-    Example:
-        >>> print(prometheus_text({"cannikin/rank0/wait_ms": 5.0}, labels={"run": 'a "b"'}), end="")
-        # HELP cannikin_rank_wait_seconds waiting for a slower rank
-        # TYPE cannikin_rank_wait_seconds gauge
-        cannikin_rank_wait_seconds{rank="0",run="a \\"b\\""} 0.005
-    """
-    from prometheus_client import generate_latest
-
-    return generate_latest(_Collected(values, header, labels or {})).decode()
-
-
-class _Collected:
-    """A run's numbers as prometheus_client collects them."""
-
-    def __init__(self, values: Mapping[str, float], header: Header | None, labels: Mapping[str, str]) -> None:
-        self._values, self._header, self._labels = values, header, labels
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_to_textfile(str(self.path), self)
 
     def collect(self) -> list[Metric]:
-        """Return the families of numbers, each in one piece."""
+        """Return the latest numbers as prometheus_client collects them: the families, each in one piece."""
         from prometheus_client import Metric
 
+        header, values = self._header, self._latest
+        if self._window is not None:
+            batch = None if header is None else header.job.batch_size
+            values = {**scalars(self._window, initial_batch=batch), **values}
         families: dict[str, Metric] = {}
-        header = self._header
         if header is not None:
             info = {"policy": header.policy, "version": header.cannikin_version, "world_size": str(header.world_size)}
             families["cannikin_info"] = Metric("cannikin_info", "What runs; always 1", "gauge")
             families["cannikin_info"].add_sample("cannikin_info", {**self._labels, **info}, 1.0)
-        for name, value in self._values.items():
+        for name, value in values.items():
             entry, own = _entry(name, header)
             family = _family(entry)
             if family not in families:

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from cannikin.runlog import EventRecord, Header, PlanRecord, Record, WindowRecord
-from cannikin.runlog.times import efficiency_of, rank_times, samples_per_s
+from cannikin.runlog.times import efficiency_of, numbers_of, rank_times, samples_per_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,13 +97,12 @@ def _rank_scalars(window: WindowRecord) -> dict[str, float | None]:
     for rank, (batch, times) in enumerate(zip(window.local_batches, rank_times(window), strict=True)):
         found[f"cannikin/rank{rank}/local_batch"] = batch
         if times is not None:
-            for part in ("compute_ms", "communication_ms", "wait_ms", "loading_ms"):
-                found[f"cannikin/rank{rank}/{part}"] = getattr(times, part)
+            found |= {f"cannikin/rank{rank}/{part}": part_ms for part, part_ms in times._asdict().items()}
     return found
 
 
 def _event_scalars(event: EventRecord) -> dict[str, float | None]:
-    numbers = {name: value for name, value in event.data.items() if isinstance(value, int | float)}
+    numbers = numbers_of(event)
     if event.kind == "eval":
         return {f"cannikin/eval/{name}": value for name, value in numbers.items()}
     return {"cannikin/epoch": numbers["epoch"]} if event.kind == "epoch" and "epoch" in numbers else {}
