@@ -32,7 +32,6 @@ _VARIABLES = {
 }
 _HOOKS = {
     "torch.distributed": "prints the rank before an error, ever since the first process group",
-    "cannikin.runtime": "advice on memory that ran out: one excepthook per process, which holds no model",
 }
 _GRACE_S = 2.0  # for threads and processes that were told to end
 

@@ -249,9 +249,7 @@ def memory_of_one(rank: int, world_size: int) -> dict[str, Any]:
     try:
         step(2 * cap)
     except torch.OutOfMemoryError as error:
-        model.engine.loop.explain(
-            error
-        )  # backward raises outside of our code; uncaught, the hook of last resort says it
+        model.engine.explain(error)  # backward raises outside of our code; uncaught, the hook of last resort says it
         return {"cap": cap, "notes": list(getattr(error, "__notes__", ()))}
     return {"cap": cap, "notes": []}
 

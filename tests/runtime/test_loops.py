@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 
 import loop_cases as cases
@@ -15,7 +14,6 @@ from torch import nn
 from cannikin.core.lr import LR_RULES, rule_name
 from cannikin.errors import InvalidInputError
 from cannikin.runtime.device import Cpu
-from cannikin.runtime.memory import advise_when_uncaught
 from cannikin.runtime.update import InverseVariance, Update, choose_rule
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -117,21 +115,6 @@ def test_a_resumed_run_tells_nothing_that_happened_before_it(told):
 def test_no_sum_of_items_is_under_way_once_the_iterator_has_ended(told):
     waited_s, _ = values(told, "item sums")
     assert waited_s > 0.2
-
-
-def test_however_many_models_there_are_one_excepthook_serves_them(monkeypatch):
-    class Owner:
-        def explain(self, error):
-            error.add_note("explained")
-
-    reached = []
-    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: reached.append(error.__notes__))
-    owners = [Owner() for _ in range(3000)]
-    for owner in owners:
-        advise_when_uncaught(owner)
-    del owners[1:], owner
-    sys.excepthook(ValueError, ValueError("out"), None)
-    assert reached == [["explained"]]
 
 
 def test_a_param_group_may_be_added_to_adam_later():

@@ -11,9 +11,9 @@ from cannikin.core import policies
 from cannikin.core.planner import DevicePlanner, Planner
 from cannikin.core.values import Job
 from cannikin.errors import InvalidInputError, StateError
-from cannikin.runtime.exchange import Exchange
 from cannikin.runtime.loop import Loop
 from cannikin.runtime.profile_store import ProfileStore
+from cannikin.runtime.wire import Exchange
 
 
 def policy_name(policy: str | Planner) -> str:
@@ -37,7 +37,7 @@ def check_owner(optimizer: torch.optim.Optimizer, loop: Loop) -> None:
     """Refuse an optimizer whose rates another engine scales already: both would, and neither could undo it."""
     hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
     owners = [owner for hook in hooks if isinstance(owner := getattr(hook, "__self__", None), Loop)]
-    if any(owner is not loop and owner.is_bound for owner in owners):
+    if any(owner is not loop and owner.coordinator.is_bound for owner in owners):
         raise InvalidInputError(
             "the optimizer belongs to another model with a loader, or to an earlier wrapper of this one: make a "
             "new optimizer for each HeteroDataParallel"

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,9 +19,10 @@ from cannikin.core.planner import Decision, Planner
 from cannikin.core.schedule import ANNOUNCE, GATHER, IN_FORCE, INSTALL, LEARN, Schedule
 from cannikin.core.values import NO_MAX, Job, Plan
 from cannikin.runtime.device import Device, HostCopy
-from cannikin.runtime.exchange import Exchange
 from cannikin.runtime.step import StepInProgress
+from cannikin.runtime.update import Update
 from cannikin.runtime.wire import (
+    Exchange,
     Gathered,
     check_cuts,
     decode_decision,
@@ -49,11 +48,27 @@ class Happened:
     gathered: Gathered | None = None
 
 
+_NOTHING = Happened()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _EndedWindow:
+    """A window on its way to becoming a plan: its steps, before which step it ended, and the tick that counts from."""
+
+    first_step: int
+    end: int
+    steps: list[StepInProgress]
+    measured: HostCopy
+    tick: int
+
+
 class Unplanned:
     """Stands where a coordinator will be, until a loader is bound: there is no plan, and ranks exchange nothing."""
 
+    is_bound = False
     job: Job | None = None
     noise_scale = math.nan
+    max_batch = NO_MAX
 
     def plan_at(self, step: int) -> Plan | None:
         """Return None: there is no plan."""
@@ -63,9 +78,23 @@ class Unplanned:
         """Return what a step is worth while the noise scale is not known."""
         return 1.0
 
+    def lr_factor(self, update: Update, step: int) -> float:
+        """Return 1: learning rates stay the user's own."""
+        return 1.0
+
+    def add(self, step: StepInProgress) -> None:
+        """Forget a finished step: nobody learns from it."""
+
+    def tick(self, step: int) -> Happened:
+        """Do nothing: no rank waits for this one."""
+        return _NOTHING
+
     def planner_state(self) -> dict[str, Any] | None:
         """Return None: nothing was learned."""
         return None
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Leave the state to the planner that will be made of it (`binding`)."""
 
 
 class Coordinator:
@@ -77,6 +106,8 @@ class Coordinator:
         prefetch_depth: batches whose indices the loader cuts ahead of the one in training, at least; where there are
             none, nothing else goes on while a batch is loaded.
     """
+
+    is_bound = True
 
     def __init__(self, exchange: Exchange, device: Device, job: Job, planner: Planner, *, prefetch_depth: int) -> None:
         self.exchange = exchange
@@ -91,7 +122,7 @@ class Coordinator:
         self._num_ticks = 0
         self._steps: list[StepInProgress] = []
         self._window_start = 0
-        self._agenda: deque[tuple[int, Callable[[], Happened | None]]] = deque()
+        self._ended: _EndedWindow | None = None  # until a plan has come of it
         self._gathered: Gathered | None = None
         self._planning: Future[Decision] | None = None
         self._thread = ThreadPoolExecutor(1, "cannikin-planner") if exchange.rank == 0 else None
@@ -123,6 +154,10 @@ class Coordinator:
         """Return how many steps at the initial batch this step is worth."""
         return self.schedule.gain_at(step)
 
+    def lr_factor(self, update: Update, step: int) -> float:
+        """Return the factor on every learning rate under the plan in force at this step."""
+        return update.factor(self.schedule, step)
+
     @property
     def noise_scale(self) -> float:
         """phi = S/G in samples, the same on every rank; NaN before it is known."""
@@ -151,37 +186,43 @@ class Coordinator:
         self._num_ticks += 1
         self._step = step
         self._num_ahead = max(self._num_ahead, self._furthest - step)
-        ended = len(self._steps) >= self.schedule.window_steps(self._window_start) and not self._agenda
-        if ended:
-            self._end_window(step)
-        happened = None
-        while self._agenda and self._agenda[0][0] <= self._num_ticks:
-            happened = self._agenda.popleft()[1]() or happened
-        return replace(happened or Happened(), window_ended=ended)
+        has_ended = self._ended is None and len(self._steps) >= self.schedule.window_steps(self._window_start)
+        if has_ended:
+            self._ended = _EndedWindow(
+                first_step=self._window_start,
+                end=step,
+                steps=self._steps,
+                measured=start_reading(self._steps, self._device),
+                tick=self._num_ticks + self._device.lag,
+            )
+            self._steps, self._window_start = [], step
+        happened = _NOTHING
+        if self._ended is not None:
+            stage = self._num_ticks - self._ended.tick
+            if stage == GATHER:
+                self._gather(self._ended)
+            elif stage == LEARN:
+                self._learn(self._ended)
+            elif stage == ANNOUNCE:
+                self._announce()
+            elif stage == INSTALL:
+                happened, self._ended = self._install(), None
+        return replace(happened, window_ended=True) if has_ended else happened
 
-    def _end_window(self, step: int) -> None:
-        """Put what follows of a window that has ended before this step on the agenda."""
-        steps, self._steps = self._steps, []
-        first_step, self._window_start = self._window_start, step
-        measured, lag = start_reading(steps, self._device), self._device.lag
-        free_step = step + lag + IN_FORCE  # in a loop that looks not ahead
-        stages: tuple[tuple[int, Callable[[], Happened | None]], ...] = (
-            (GATHER, lambda: self._gather(steps, measured)),
-            (LEARN, lambda: self._learn(first_step, len(steps), free_step)),
-            (ANNOUNCE, self._announce),
-            (INSTALL, self._install),
+    def _gather(self, ended: _EndedWindow) -> None:
+        """Begin to send this rank's steps to rank 0."""
+        sent = encode_steps(
+            ended.steps, ended.measured, self._device, num_ahead=self._num_ahead, max_batch=self.max_batch
         )
-        self._agenda.extend((self._num_ticks + lag + delay, action) for delay, action in stages)
-
-    def _gather(self, steps: list[StepInProgress], measured: HostCopy) -> None:
-        sent = encode_steps(steps, measured, self._device, num_ahead=self._num_ahead, max_batch=self.max_batch)
         self.exchange.start_gather(sent)
 
-    def _learn(self, first_step: int, num_steps: int, free_step: int) -> None:
-        sent = self.exchange.finish_gather()
-        check_cuts(sent, first_step, num_steps)  # on every rank: all must stop where these differ
+    def _learn(self, ended: _EndedWindow) -> None:
+        """Begin to plan, on rank 0 in a thread beside the training."""
+        sent, num_steps = self.exchange.finish_gather(), len(ended.steps)
+        check_cuts(sent, ended.first_step, num_steps)  # on every rank: all must stop where these differ
         if self._thread is not None:
-            self._planning = self._thread.submit(self._decide, sent, first_step, num_steps, free_step)
+            free_step = ended.end + self._device.lag + IN_FORCE  # in a loop that looks not ahead
+            self._planning = self._thread.submit(self._decide, sent, ended.first_step, num_steps, free_step)
 
     def _decide(self, sent: torch.Tensor, first_step: int, num_steps: int, free_step: int) -> Decision:
         """Learn from the window and plan; a planner that fails costs its plans, not the training."""
@@ -219,6 +260,7 @@ class Coordinator:
             )
 
     def _announce(self) -> None:
+        """Begin to broadcast rank 0's decision."""
         message = empty_decision(self.schedule.job.num_ranks)
         if self._planning is not None:
             message = encode_decision(self._planning.result())

@@ -21,16 +21,15 @@ from cannikin.errors import BatchMatchError, InvalidInputError, StateError
 from cannikin.runtime.binding import check_agreement, check_owner, make_planner, policy_name
 from cannikin.runtime.coordinator import Coordinator, Unplanned
 from cannikin.runtime.device import find_device
-from cannikin.runtime.exchange import Exchange, pause_at_exit
 from cannikin.runtime.hook import DdpReducer
 from cannikin.runtime.loop import Loop
-from cannikin.runtime.memory import advise_when_uncaught
 from cannikin.runtime.options import Options, check_model, check_names
 from cannikin.runtime.profile_store import ProfileKeeper, ProfileStore, introduce, model_key
-from cannikin.runtime.recorder import Recorder, check_metrics, end_unless_broken
+from cannikin.runtime.recorder import Recorder, check_metrics, end_run
 from cannikin.runtime.step import BatchEntry, BatchSource, Feed
 from cannikin.runtime.update import Update, choose_rule
 from cannikin.runtime.weighting import RunningStatistics, choose_weighting, has_batch_norm, refuse_sparse
+from cannikin.runtime.wire import Exchange, pause_at_exit
 
 
 class Engine:
@@ -77,8 +76,7 @@ class Engine:
             grad_scaler=scaler,
         )
         self.loop.register(ddp)
-        weakref.finalize(self, end_unless_broken, self._recorder, self.loop.queue)
-        advise_when_uncaught(self.loop)
+        weakref.finalize(self, end_run, self._recorder, self.loop.queue, self.loop.memory, self.rank)
         pause_at_exit()
 
     # What a loader needs before it is bound (`step.Trainer`).
@@ -99,7 +97,7 @@ class Engine:
 
     def bind(self, source: BatchSource, job: Job, settings: dict[str, int]) -> Feed:
         """Take this loader as the source of batches, after checking that all ranks agree on it."""
-        if self.loop.is_bound:
+        if self.loop.coordinator.is_bound:
             raise InvalidInputError("this model has a loader already: give each model one HeteroDataLoader")
         check_owner(self._update.optimizer, self.loop)
         policy = policy_name(self.policy)
@@ -163,8 +161,8 @@ class Engine:
         self._update.restore(float(state["progress"]))
         self._recorder.resume(int(state.get("num_steps", 0)) - self.loop.queue.num_taken)
         self._restored = state["planner"]
-        if isinstance(self.coordinator, Coordinator) and self._restored is not None:
-            self.coordinator.restore(self._restored)
+        if self._restored is not None:
+            self.loop.coordinator.restore(self._restored)
 
     # For users.
 
@@ -216,12 +214,12 @@ class Engine:
     @property
     def plan(self) -> Plan | None:
         """The plan in force at the step in training, or at the first one; None before a loader is built."""
-        return self.loop.coordinator.plan_at(self._current_step)
+        return self.loop.coordinator.plan_at(self.loop.current_step)
 
     @property
     def gain(self) -> float:
         """B0-steps that one step at the plan's total batch is worth; 1 before the noise scale is known."""
-        return self.loop.coordinator.gain_at(self._current_step)
+        return self.loop.coordinator.gain_at(self.loop.current_step)
 
     @property
     def noise_scale(self) -> float:
@@ -236,11 +234,8 @@ class Engine:
     @property
     def lr_scale(self) -> float:
         """The factor on every learning rate under the plan in force."""
-        coordinator = self.coordinator
-        if isinstance(coordinator, Unplanned):
-            return 1.0
-        return self._update.factor(coordinator.schedule, self._current_step)
+        return self.loop.coordinator.lr_factor(self._update, self.loop.current_step)
 
-    @property
-    def _current_step(self) -> int:
-        return 0 if self.loop.step is None else self.loop.step.entry.step
+    def explain(self, error: BaseException) -> None:
+        """Say in a note of the error what to do, where a training step ran out of memory."""
+        self.loop.memory.explain(error, self.rank)

@@ -98,16 +98,13 @@ class DdpReducer:
             ) from error
 
     def syncs(self, module: Any) -> bool:
-        """See `Reducer`."""
         return bool(module.require_backward_grad_sync)
 
     def compare_with_previous(self) -> None:
-        """See `Reducer`."""
         self._previous = {}
 
     @property
     def compares(self) -> bool:
-        """See `Reducer`."""
         return self._previous is not None
 
     def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined,unused-ignore]

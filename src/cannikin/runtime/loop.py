@@ -25,15 +25,14 @@ from cannikin.core.schedule import takes_norms
 from cannikin.core.values import Plan
 from cannikin.errors import BatchMatchError, InvalidInputError
 from cannikin.runtime.coordinator import Coordinator, Happened, Unplanned
-from cannikin.runtime.device import Device
-from cannikin.runtime.exchange import Exchange
+from cannikin.runtime.device import Device, MemoryGauge
 from cannikin.runtime.hook import Reducer
-from cannikin.runtime.memory import MemoryGauge, is_out_of_memory
 from cannikin.runtime.profile_store import ProfileKeeper
 from cannikin.runtime.recorder import Recorder
 from cannikin.runtime.step import BatchEntry, BatchQueue, Part, StepInProgress, check_size
 from cannikin.runtime.update import Update
 from cannikin.runtime.weighting import RunningStatistics, scale_outputs, watch_outputs, weigh
+from cannikin.runtime.wire import Exchange
 
 _UNUSED = 30  # gradients that nobody used after which somebody should look
 
@@ -96,9 +95,9 @@ class Loop:
         return self._reducer.step
 
     @property
-    def is_bound(self) -> bool:
-        """Whether a loader of ours hands out the batches."""
-        return isinstance(self.coordinator, Coordinator)
+    def current_step(self) -> int:
+        """Number of the step in training, or of the first one."""
+        return 0 if self.step is None else self.step.entry.step
 
     # The loader hands out batches (see `step.Feed`).
 
@@ -168,7 +167,7 @@ class Loop:
         """
         step = self.current_or_next()
         self._cuts_batches = True
-        step.part_size = max(step.part_size, round(share * step.entry.local_batch))
+        self.memory.in_hand = step.part_size = max(step.part_size, round(share * step.entry.local_batch))
         items = step.entry.items
         if items is not None and self._item_count is None:
             raise InvalidInputError("micro_batches() of items needs item_count= of the loader to weigh the parts")
@@ -202,8 +201,7 @@ class Loop:
             if previous.backward_began:
                 self._unsynced = 0 if previous.synced else self._unsynced + 1
                 self._warn_if_unused(previous)
-        if isinstance(self.coordinator, Coordinator):
-            self._meet(self.coordinator, entry, previous)
+        self._meet(entry, previous)
         step = StepInProgress(entry=entry, valid=self._num_taken >= self._reducer.num_first_steps, loss_scale=scale)
         step.previous_end = None if previous is None else previous.optimizer_end
         # Products with the step before must be with the step before.
@@ -213,35 +211,36 @@ class Loop:
         self._reducer.step = step
         return step
 
-    def _meet(self, coordinator: Coordinator, entry: BatchEntry, previous: StepInProgress | None) -> None:
+    def _meet(self, entry: BatchEntry, previous: StepInProgress | None) -> None:
         """Do what ranks do together at fixed steps, between the end of one step and the next."""
         if self._pass is not None:
-            batches = coordinator.plan_at(entry.step).local_batches
+            batches = self.plan_at(entry.step).local_batches
             place, self._pass = {**self._pass, "progress": self._update.progress, "local_batches": batches}, None
             self._exchange.check_agreement(place, "load the same saved state on every rank, and begin passes together")
         if previous is not None:
-            coordinator.add(previous)
+            self.coordinator.add(previous)
         if self._pass_over and not self.queue:  # looked ahead: nobody will come to finish what starts now
             self._exchange.wait()
             return
         if not self._cuts_batches:
-            coordinator.max_batch = self.memory.max_batch
-        happened = coordinator.tick(entry.step)
-        self._record(coordinator, happened)
+            self.coordinator.max_batch = self.memory.max_batch
+        happened = self.coordinator.tick(entry.step)
+        self._record(happened)
         if happened.window_ended:
             self._average_statistics()
 
-    def _record(self, coordinator: Coordinator, happened: Happened) -> None:
+    def _record(self, happened: Happened) -> None:
         """Tell the observers of a decision, on rank 0."""
-        if happened.decision is None or happened.gathered is None:
+        job, progress = self.coordinator.job, None
+        if happened.decision is None or happened.gathered is None or job is None:
             return
-        schedule, progress = coordinator.schedule, self._update.progress
-        num_samples = schedule.job.num_samples
+        if job.num_samples is not None:
+            progress = self._update.progress * job.batch_size / job.num_samples
         self._recorder.decided(
             happened.gathered,
             happened.decision,
-            progress=None if num_samples is None else progress * schedule.job.batch_size / num_samples,
-            lr_factor=self._update.factor(schedule, 0 if self.step is None else self.step.entry.step),
+            progress=progress,
+            lr_factor=self.coordinator.lr_factor(self._update, self.current_step),
             bucket_bytes=tuple(self._reducer.bucket_bytes),
         )
 
@@ -252,7 +251,7 @@ class Loop:
 
     def _warn_if_unused(self, previous: StepInProgress) -> None:
         """Say so once where another optimizer steps the parameters, or none."""
-        if self._num_unused is None or not (previous.synced and self.is_bound):
+        if self._num_unused is None or not (previous.synced and self.coordinator.is_bound):
             return
         self._num_unused += 1
         if self._num_unused == _UNUSED:
@@ -303,14 +302,6 @@ class Loop:
             _explain_unmarked(output, needed=scaled)
         return output
 
-    def explain(self, error: BaseException) -> None:
-        """Say what to do where a training step ran out of memory."""
-        step = self.step
-        if is_out_of_memory(error) and step is not None and step.optimizer_end is None:
-            advice = self.memory.advice(self._exchange.rank, step.forward_size)
-            if advice not in getattr(error, "__notes__", ()):
-                error.add_note(advice)
-
     # The optimizer.
 
     def _before_optimizer(
@@ -331,7 +322,7 @@ class Loop:
 
     def _begin_update(self) -> None:
         step, self._num_unused = self.step, None
-        if self._reducer.unmatched and self.is_bound:
+        if self._reducer.unmatched and self.coordinator.is_bound:
             self._reducer.unmatched = False
             raise BatchMatchError(
                 "optimizer.step() with gradients of a forward in eval mode, which cannot be matched to a batch and are "
@@ -339,12 +330,11 @@ class Loop:
             )
         if step is not None and step.synced:
             step.optimizer_start = self._device.mark()
-        if isinstance(self.coordinator, Coordinator):
-            self._update.begin(self._update.factor(self.coordinator.schedule, 0 if step is None else step.entry.step))
+        self._update.begin(self.coordinator.lr_factor(self._update, self.current_step))
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         step = self.step
-        self._update.end(self.coordinator.gain_at(0 if step is None else step.entry.step))
+        self._update.end(self.coordinator.gain_at(self.current_step))
         if step is not None and step.optimizer_start is not None:
             step.optimizer_end = self._device.mark()
             self.memory.end_step(step.forward_size)

@@ -69,7 +69,7 @@ class HeteroDataParallel(DistributedDataParallel):
         try:
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except Exception as error:
-            self.engine.loop.explain(error)
+            self.engine.explain(error)
             raise
 
     def __getstate__(self) -> dict[str, Any]:

@@ -154,7 +154,6 @@ class IndexSource:
         self._shuffle = shuffle
 
     def steps(self, state: EpochState, cutter: Cutter) -> Iterator[tuple[CutStep, list[Any]]]:
-        """See `Source`."""
         order = epoch_order(self._num_samples, seed=self._seed, epoch=state.epoch, shuffle=self._shuffle)
         position = state.position
         while position < self._num_samples:
@@ -175,7 +174,6 @@ class StreamSource:
         self._reader = reader
 
     def steps(self, state: EpochState, cutter: Cutter) -> Iterator[tuple[CutStep, list[Any]]]:
-        """See `Source`."""
         stream = self._open(state)
         position = state.position
         padding: list[Any] = []

@@ -19,7 +19,7 @@ from cannikin.core.planner import DevicePlanner
 from cannikin.runlog import RankInfo
 from cannikin.runtime.coordinator import Coordinator
 from cannikin.runtime.device import Device
-from cannikin.runtime.exchange import Exchange
+from cannikin.runtime.wire import Exchange
 
 _FORMAT = "cannikin-profiles"
 _VERSION = 1

@@ -34,6 +34,7 @@ from cannikin.runlog import (
     job_info,
 )
 from cannikin.runlog.writer import set_aside
+from cannikin.runtime.device import MemoryGauge
 from cannikin.runtime.step import BatchQueue
 from cannikin.runtime.wire import Gathered
 
@@ -191,14 +192,18 @@ def _moved(record: Record, num_steps: int) -> Record:
     return msgspec.structs.replace(record, **changes)
 
 
-def end_unless_broken(recorder: Recorder, queue: BatchQueue) -> None:
+def end_run(recorder: Recorder, queue: BatchQueue, memory: MemoryGauge, rank: int) -> None:
     """Say that a run has ended, when its engine is no longer used or the program comes to its end.
 
-    Not where an exception that nobody caught has ended the program: Python keeps that one in `sys.last_value`. One that
-    the program caught leaves no trace there: such a run counts as ended.
+    Where an exception that nobody caught has ended the program, Python keeps it in `sys.last_value`: then the run has
+    not ended as it should, and memory that ran out in backward, where no code of ours is around, is explained. An
+    exception that the program caught leaves no trace there: such a run counts as ended.
     """
-    if getattr(sys, "last_value", None) is None:
+    error = getattr(sys, "last_value", None)
+    if error is None:
         recorder.end(queue.num_taken)
+    elif (advice := memory.explain(error, rank)) is not None:
+        print(advice, file=sys.stderr)
 
 
 def check_metrics(metrics: dict[str, Any], *, read: bool) -> dict[str, int | float]:

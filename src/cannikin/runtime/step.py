@@ -19,6 +19,19 @@ from cannikin.errors import BatchMatchError
 from cannikin.runtime.device import Device
 
 
+@dataclass(frozen=True, eq=False)
+class PendingSum:
+    """A number of every rank that is being added up, on the host, beside the training."""
+
+    work: Any
+    total: torch.Tensor
+
+    def value(self) -> float:
+        """Return the sum, for which this waits."""
+        self.work.wait()
+        return float(self.total)
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchEntry:
     """One batch as the loader handed it out on this rank.
@@ -29,7 +42,7 @@ class BatchEntry:
         total_batch: B of this step, which is less than the plan's for a short last batch.
         is_padding: there were fewer samples than ranks: this rank takes part with weight 0.
         items: weight of this rank's batch in items (tokens), where the user counts those; None counts samples.
-        item_total: waits for the sum of `items` over all ranks; None counts samples.
+        item_total: the sum of `items` over all ranks; None counts samples.
         checked: whether dimension 0 of forward's first tensor must be `local_batch`.
         load_s: how long the loop waited for it.
         loaded_alone: whether nothing else went on meanwhile, as in a loader without workers.
@@ -40,7 +53,7 @@ class BatchEntry:
     total_batch: int
     is_padding: bool = False
     items: float | None = None
-    item_total: Callable[[], float] | None = field(default=None, compare=False)
+    item_total: PendingSum | None = field(default=None, compare=False)
     checked: bool = True
     load_s: float = field(default=0.0, compare=False)
     loaded_alone: bool = field(default=False, compare=False)
@@ -251,7 +264,7 @@ class StepInProgress:
         if entry.items is None or entry.item_total is None:
             return entry.local_batch / entry.total_batch
         if self.item_total is None:
-            self.item_total = entry.item_total()
+            self.item_total = entry.item_total.value()
             by_samples, by_items = entry.local_batch * self.item_total, entry.items * entry.total_batch
             # The estimate counts samples: it would take a share of items for noise.
             self.take_norms = self.take_norms and abs(by_items - by_samples) < 0.01 * by_samples
