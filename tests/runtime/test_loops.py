@@ -176,7 +176,7 @@ def test_a_rule_of_the_users_own_scales_the_rate():
     rule, reason = choose_rule(twice_the_root, optimizer)
     assert rule is twice_the_root
     assert "twice_the_root" in reason
-    with pytest.raises(InvalidInputError, match="lr_rule=7 is neither a name nor an LrRule"):
+    with pytest.raises(InvalidInputError, match="lr_rule=7 is neither a name nor a callable LrRule"):
         choose_rule(7, optimizer)
     with pytest.raises(InvalidInputError, match="lr_rule='quadratic' is unknown: choose one of auto, adascale"):
         choose_rule("quadratic", optimizer)

@@ -238,7 +238,7 @@ class Coordinator:
             self._failed = True
             warnings.warn(
                 f"the planner failed at step {free_step} ({type(error).__name__}: {error}): training goes on with "
-                f"local batches {kept.plan.local_batches}, which no longer adapt; please report this",
+                f"local batches {kept.plan.local_batches}, which no longer adapt; please open an issue",
                 RuntimeWarning,
                 stacklevel=2,
             )

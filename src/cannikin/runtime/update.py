@@ -38,7 +38,7 @@ def choose_rule(
         warnings.warn(f"warmup_steps is ignored: lr_rule={lr_rule!r}, and only 'legw' warms up", stacklevel=4)
     if not isinstance(lr_rule, str):
         if not callable(lr_rule):
-            raise InvalidInputError(f"lr_rule={lr_rule!r} is neither a name nor an LrRule: see cannikin.LrRule")
+            raise InvalidInputError(f"lr_rule={lr_rule!r} is neither a name nor a callable LrRule (cannikin.core.lr)")
         return lr_rule, f"lr_rule={rule_name(lr_rule)} as given"
     if lr_rule == "legw":
         return Legw(warmup_steps=warmup_steps), "lr_rule='legw' as asked"
