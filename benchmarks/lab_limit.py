@@ -48,7 +48,7 @@ class Regime:
         link = "no link shaped, portable" if self.link is None else f"links of {self.link}, hosts"
         hosts = f", hosts add {self.host_ms} ms before backward" if any(self.host_ms) else ""
         return (
-            f"speeds {SPEEDS}, {self.sample_ms:g} ms a sample at speed 1 and {self.fixed_ms:g} ms a step{hosts}, "
+            f"speeds {SPEEDS}, {self.sample_ms:g} ms per sample at speed 1 and {self.fixed_ms:g} ms per step{hosts}, "
             f"gradient {self.gradient_kb:g} KiB, {link}"
         )
 

@@ -236,9 +236,9 @@ def test_the_example_reads_well_in_eighty_columns():
         "0-3    a100 x4              145   14.2%   43.20 ms   compute",
         "4-7    v100 x4                1    0.1%   73.08 ms   min_batch",
         "step time   73.08 ms",
-        "even split  84.55 ms, with 64 samples a rank",
+        "even split  84.55 ms, with 64 samples per rank",
         "speed-up    1.16x over the even split",
-        "faster without the 4 ranks of v100: 43.22 ms a step, 40.9% less",
+        "faster without the 4 ranks of v100: 43.22 ms per step, 40.9% less",
     ):
         assert words in text
 
@@ -274,7 +274,7 @@ def test_no_rank_is_sent_away_where_all_help(write):
 def test_one_slow_rank_is_named_with_the_gain(write):
     text = output(write(COMM + node(0.1, name="fast", count=3) + node(0.1, fixed=500, name="old box")), "--batch", 64)
     assert "faster without rank 3 (old box)" in text
-    assert "7.289 ms a step, 99.3% less (--without 'old box')." in " ".join(text.split())
+    assert "7.289 ms per step, 99.3% less (--without 'old box')." in " ".join(text.split())
 
 
 def test_a_range_says_so_of_its_best_total_batch(write):
@@ -289,7 +289,7 @@ def test_all_slow_ranks_of_a_name_are_named_together(write):
 
 def test_an_impossible_even_split_is_said_in_words(write):
     text = output(write(BOUNDED), "--batch", 17)
-    assert "not possible: 8 or 9 samples a rank" in text
+    assert "not possible: 8 or 9 samples per rank" in text
     assert "speed-up" not in text
 
 

@@ -86,9 +86,9 @@ def _summary(cluster: Cluster, split: Split, total_batch: int, even_s: float | N
     size = total_batch / cluster.num_ranks
     each = f"{size:,.0f}" if size == int(size) else f"{int(size):,} or {int(size) + 1:,}"
     if even_s is None:
-        grid.add_row("even split", f"not possible: {each} samples a rank break a min_batch or max_batch")
+        grid.add_row("even split", f"not possible: {each} samples per rank break min_batch or max_batch")
     else:
-        grid.add_row("even split", f"{_ms(even_s)}, with {each} samples a rank")
+        grid.add_row("even split", f"{_ms(even_s)}, with {each} samples per rank")
         grid.add_row("speed-up", Text(f"{even_s / split.step_s:.2f}x over the even split", style="bold green"))
     return Padding(grid, (0, 0, 0, 1))
 
@@ -104,7 +104,7 @@ def _advice(cluster: Cluster, split: Split, fewer: Fewer | None, what: str) -> I
     hint = f" (--without {shlex.quote(name)}{f', {len(ranks)} times' if len(ranks) > 1 else ''})"
     if not alike(cluster, [rank for rank, label in enumerate(cluster.names) if label == name]):
         hint = ""
-    text = f"{what} would be faster without {who}: {_ms(smaller.step_s)} a step, {gain:.1%} less{hint}."
+    text = f"{what} would be faster without {who}: {_ms(smaller.step_s)} per step, {gain:.1%} less{hint}."
     yield Padding(Text(text, style="yellow"), (1, 0, 0, 1))
 
 
