@@ -1,4 +1,4 @@
-"""The `cannikin` command: one file a verb, imported only when that verb is used.
+"""The `cannikin` command: one file per verb, imported only when that verb is used.
 
 Whatever goes wrong on purpose ends in one line on stderr: exit status 2 for bad input, 1 where the output could not be
 written.
@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import click
 
 from cannikin._version import __version__
-from cannikin.errors import CannikinError
+from cannikin.errors import CannikinError, InvalidInputError
 from cannikin.words import printable
 
 # Verb -> its line in `cannikin --help`. The verb's module has it as `command`.
@@ -26,7 +26,7 @@ _VERBS = {
     "report": "One HTML page of one run, or of several side by side.",
     "trace": "Steps of a run, rank by rank, as a file that Perfetto opens.",
     "watch": "The live view over the log of a run, from another terminal.",
-    "bench": "Moved: in a checkout of cannikin, run python -m benchmarks paper.",
+    "bench": "Moved: in a checkout of cannikin, run python -m benchmarks paper.",  # goes with the next release
 }
 
 
@@ -39,7 +39,7 @@ class _Verbs(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _VERBS:
             return None
-        command: click.Command = import_module(f"cannikin.cli.{cmd_name}").command
+        command: click.Command = _bench if cmd_name == "bench" else import_module(f"cannikin.cli.{cmd_name}").command
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -47,7 +47,7 @@ class _Verbs(click.Group):
             formatter.write_dl(list(_VERBS.items()))
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        """Run, and exit with the status; never returns."""
+        """Run the verb and exit with its status."""
         kwargs["standalone_mode"] = False
         try:
             status = super().main(*args, **kwargs)
@@ -62,8 +62,14 @@ class _Verbs(click.Group):
         sys.exit(status if isinstance(status, int) else 0)
 
 
+@click.command("bench", context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def _bench() -> None:
+    """Moved: in a checkout of cannikin, run python -m benchmarks paper."""
+    raise InvalidInputError("bench has moved: in a checkout of cannikin, run python -m benchmarks paper (same options)")
+
+
 def _usage_message(error: click.ClickException) -> str:
-    """click's message, with the command whose help says more."""
+    """Return click's message, with the command whose help says more."""
     context = getattr(error, "ctx", None)
     hint = f" (see '{context.command_path} --help')" if context is not None else ""
     return error.format_message().rstrip(".") + hint

@@ -28,7 +28,7 @@ def say(*parts: RenderableType, min_width: int = 80, max_width: int = _NO_LIMIT)
 
 
 def measured(*parts: RenderableType) -> Measurement:
-    """Columns that it takes to cut nothing in them short (`minimum`), and to wrap nothing (`maximum`)."""
+    """Return the columns that it takes to cut nothing short (`minimum`), and to wrap nothing (`maximum`)."""
     console = _console()
     unlimited = console.options.update(max_width=_NO_LIMIT)
     sizes = [console.measure(part, options=unlimited) for part in parts]

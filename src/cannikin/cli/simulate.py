@@ -64,7 +64,7 @@ rtx6000, rtx2080ti, t4, a5000, a4000, p4000. Workloads: cifar10, imagenet, bert,
 @click.option("--workload", "workload_name", metavar="W", help="What is trained.")
 @click.option(
     "--policy", "policies", callback=_parse_policies, metavar="P[,P...]",
-    help=f"{_POLICIES}; P@epoch sees one window an epoch.",
+    help=f"{_POLICIES}; P@epoch sees one window per epoch.",
 )  # fmt: skip
 @click.option(
     "--seeds", "--seed", "seeds", default="0", callback=_parse_seeds, metavar="N[,N...]", help="One run each."
