@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cannikin.doctor.checks import KNOWN_VARIABLES, LEVELS, Diagnosis, Finding, diagnose
-from cannikin.doctor.facts import Facts, LoopbackFacts, TorchFacts
+from cannikin.doctor.probes import Facts
+from cannikin.doctor.torch_probes import LoopbackFacts, TorchFacts
 
 SOURCE = Path(__file__).parents[2] / "src" / "cannikin"
 

@@ -19,7 +19,8 @@ from rich.console import Console
 from cannikin.cli import doctor as doctor_command
 from cannikin.cli import main
 from cannikin.doctor.checks import diagnose
-from cannikin.doctor.facts import Facts, LoopbackFacts, TorchFacts
+from cannikin.doctor.probes import Facts
+from cannikin.doctor.torch_probes import LoopbackFacts, TorchFacts
 from cannikin.lab.mechanisms import MECHANISMS
 
 HIDE_TORCH = """

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cannikin.doctor.facts import Facts
-from cannikin.doctor.probes import num_gpus, relevant_environment, resolves
+from cannikin.doctor.probes import Facts, num_gpus, relevant_environment, resolves
 from cannikin.doctor.torch_probes import NoAnswerError, ask, measure_loopback
 
 # Asking

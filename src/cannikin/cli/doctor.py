@@ -13,8 +13,7 @@ from rich.text import Text
 
 from cannikin.cli.printing import say
 from cannikin.doctor.checks import Diagnosis, Finding, diagnose
-from cannikin.doctor.facts import Facts
-from cannikin.doctor.probes import look
+from cannikin.doctor.probes import Facts, look
 from cannikin.words import printable
 
 _MOST_WIDTH = 110

@@ -1,13 +1,15 @@
-"""From facts to findings, area by area, and the one sentence that says what will limit a run."""
+"""From facts to findings, area by area, and the sentence that says what will limit a run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 
 from cannikin.core.policies import POLICIES
-from cannikin.doctor.facts import Facts, LoopbackFacts, TorchFacts
+from cannikin.doctor.probes import Facts
+from cannikin.doctor.torch_probes import LoopbackFacts, TorchFacts
 from cannikin.words import counted, kinds
 
 LEVELS = ("ok", "note", "warning", "blocker")
@@ -28,32 +30,38 @@ _INSTALL = "pip install 'cannikin[torch]'"
 _MOST_LIMITS = 4
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """One thing that was looked at.
 
     Args:
-        subject: what, in a word or two.
         level: "ok", "note" (worth knowing), "warning" (it will cost speed or samples, or break a likely launch) or
             "blocker" (training is impossible as things are).
+        subject: what, in a word or two.
         text: what is so.
         advice: what to do about it, one sentence; "" where there is nothing to do.
         limits: how it will limit a run, a few words for the summary; "" where it will not.
     """
 
-    subject: str
     level: str
+    subject: str
     text: str
     advice: str = ""
     limits: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+_ok, _note, _warning = (partial(Finding, level) for level in LEVELS[:3])
+
+
+def _blocker(subject: str, text: str, advice: str, limits: str = "") -> Finding:
+    return Finding("blocker", subject, text, advice, limits or text)
+
+
+@dataclass(frozen=True)
 class Diagnosis:
-    """Findings by area, in the order they are shown, and a sentence about all of them."""
+    """Findings by area, in the order they are shown."""
 
     areas: dict[str, tuple[Finding, ...]]
-    summary: str
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -65,6 +73,18 @@ class Diagnosis:
         """Whether training can begin at all."""
         return all(finding.level != "blocker" for finding in self.findings)
 
+    @property
+    def summary(self) -> str:
+        """The sentence that says what limits a run, the worst first."""
+        limiting = sorted((f for f in self.findings if f.limits), key=lambda finding: -LEVELS.index(finding.level))
+        if not self.possible:
+            blockers = "; ".join(finding.limits for finding in limiting if finding.level == "blocker")
+            return f"Training is impossible as things are: {blockers}."
+        if not limiting:
+            return "Nothing here will limit a run beyond what its ranks can compute."
+        more = f"; and {len(limiting) - _MOST_LIMITS} more" if len(limiting) > _MOST_LIMITS else ""
+        return f"What will limit a run: {'; '.join(f.limits for f in limiting[:_MOST_LIMITS])}{more}."
+
 
 def diagnose(facts: Facts) -> Diagnosis:
     """Return what these facts mean for a run.
@@ -73,44 +93,8 @@ def diagnose(facts: Facts) -> Diagnosis:
         >>> diagnose(Facts(torch_problem="")).summary
         'Training is impossible as things are: PyTorch is not installed.'
     """
-    areas = {
-        "Software": tuple(_software(facts)),
-        "GPUs": tuple(_gpus(facts)),
-        "Host": tuple(_host(facts)),
-        "Network": tuple(_network(facts)),
-        "Launch": tuple(_launch(facts)),
-        "Lab": tuple(_lab(facts)),
-    }
-    return Diagnosis(areas=areas, summary=_summary([finding for findings in areas.values() for finding in findings]))
-
-
-def _summary(findings: list[Finding]) -> str:
-    """Say what limits, the worst first; findings of one level in the order they are shown."""
-    limiting = [finding for finding in findings if finding.limits]
-    blockers = [finding.limits for finding in limiting if finding.level == "blocker"]
-    if blockers:
-        return f"Training is impossible as things are: {'; '.join(blockers)}."
-    limits = [f.limits for f in sorted(limiting, key=lambda finding: -LEVELS.index(finding.level))]
-    if not limits:
-        return "Nothing here will limit a run beyond what its ranks can compute."
-    more = f"; and {len(limits) - _MOST_LIMITS} more" if len(limits) > _MOST_LIMITS else ""
-    return f"What will limit a run: {'; '.join(limits[:_MOST_LIMITS])}{more}."
-
-
-def _ok(subject: str, text: str) -> Finding:
-    return Finding(subject=subject, level="ok", text=text)
-
-
-def _note(subject: str, text: str, advice: str = "", *, limits: str = "") -> Finding:
-    return Finding(subject=subject, level="note", text=text, advice=advice, limits=limits)
-
-
-def _warning(subject: str, text: str, advice: str, *, limits: str = "") -> Finding:
-    return Finding(subject=subject, level="warning", text=text, advice=advice, limits=limits)
-
-
-def _blocker(subject: str, text: str, advice: str, *, limits: str = "") -> Finding:
-    return Finding(subject=subject, level="blocker", text=text, advice=advice, limits=limits or text)
+    areas = {"Software": _software, "GPUs": _gpus, "Host": _host, "Network": _network, "Launch": _launch, "Lab": _lab}
+    return Diagnosis({area: tuple(find(facts)) for area, find in areas.items()})
 
 
 # Software

@@ -1,4 +1,4 @@
-"""Looks at this machine and this environment, and writes down the facts; no look can hang."""
+"""Looks at this machine and this environment, and writes down the facts as plain values; no look can hang."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import os
 import platform
 import socket
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from cannikin._version import __version__
-from cannikin.doctor.facts import Facts
-from cannikin.doctor.torch_probes import ask_torch, measure_loopback
+from cannikin.doctor.torch_probes import LoopbackFacts, TorchFacts, ask_torch, measure_loopback
 from cannikin.lab.mechanisms import MECHANISMS
 
 _NAMES = frozenset(
@@ -21,6 +22,48 @@ _NAMES = frozenset(
         *("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "TORCH_DISTRIBUTED_DEBUG"),
     }
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """Everything the doctor knows; None is what could not be found out, or does not exist.
+
+    Args:
+        torch_problem: why torch cannot be imported, "" where it is not installed; None where it can.
+        num_gpus: NVIDIA GPUs that this process may open, whether or not torch can use them.
+        num_cores: cores that this process may use.
+        host_resolves: whether this host's own name leads to an address; None if not tried.
+        environment: the variables that matter to a launch, by name.
+        mechanisms: why each mechanism of the lab cannot be had here, None where it can.
+        loopback: None where it was not tried.
+    """
+
+    python: str = "3.11"
+    system: str = "Linux"
+    hostname: str = "host"
+    cannikin: str = "0"
+    torch: TorchFacts | None = None
+    torch_problem: str | None = None
+    num_gpus: int = 0
+    num_cores: int = 1
+    host_resolves: bool | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    mechanisms: Mapping[str, str | None] = field(default_factory=dict)
+    loopback: LoopbackFacts | None = None
+
+    @property
+    def local_ranks(self) -> int | None:
+        """Ranks that will run on this host, as far as the environment says; None where it does not."""
+        for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
+            if count := self.count(name):
+                return count
+        tasks = self.count("SLURM_NTASKS")
+        return max(1, tasks // (self.count("SLURM_NNODES") or 1)) if tasks else None
+
+    def count(self, name: str) -> int | None:
+        """Return a variable that is a whole number; None where it is not set, or is something else."""
+        text = self.environment.get(name, "").strip()
+        return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else None
 
 
 def look(*, quick: bool = False) -> Facts:

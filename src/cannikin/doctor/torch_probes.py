@@ -13,16 +13,16 @@ import subprocess
 import sys
 import tempfile
 import time
+import timeit
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
-
-from cannikin.doctor.facts import LoopbackFacts, TorchFacts
 
 T = TypeVar("T")
 
@@ -32,6 +32,34 @@ _SMALL, _NUM_SMALL = 1, 50  # numbers of float32, and repetitions
 _LARGE, _NUM_LARGE = 2**22, 5
 # Variables of the surrounding launch: removed so that the probe does not join it.
 _FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCH_DISTRIBUTED_DEBUG")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchFacts:
+    """A torch that can be imported, as a process of its own saw it.
+
+    Args:
+        version: such as "2.13.0+cpu".
+        build: what it was built for, such as "CUDA 12.8"; "CPU" where it was built for no GPU.
+        backends: of its process groups, such as ("gloo", "nccl"); none where it has no torch.distributed.
+        devices: names of the GPUs it can use, in its order.
+        problem: why it can use no GPU, or its warning about one, in its own words; None where it said nothing.
+    """
+
+    version: str
+    build: str = "CPU"
+    backends: tuple[str, ...] = ("gloo",)
+    devices: tuple[str, ...] = ()
+    problem: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopbackFacts:
+    """A gloo all-reduce between two processes of this host: time of a small one, bytes per second of a large one."""
+
+    latency_s: float | None = None
+    bytes_per_s: float | None = None
+    problem: str | None = None
 
 
 def ask_torch() -> tuple[TorchFacts | None, str | None]:
@@ -78,10 +106,14 @@ def ask(
         NoAnswerError: one of them failed or took longer.
     """
     end_s = time.monotonic() + limit_s
+    pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     running: list[subprocess.Popen[str]] = []
     try:
         for command in commands:
-            running.append(_start(command, environment))
+            process = subprocess.Popen(
+                command, env=environment, text=True, errors="replace", start_new_session=True, **pipes
+            )
+            running.append(process)
         texts = [_text(process, end_s - time.monotonic()) for process in running]
         return msgspec.json.decode(texts[0].splitlines()[-1], type=kind)
     except subprocess.TimeoutExpired:
@@ -93,19 +125,6 @@ def ask(
     finally:
         for process in running:
             _end(process)
-
-
-def _start(command: Sequence[str], environment: Mapping[str, str] | None) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        list(command),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        env=None if environment is None else dict(environment),
-        start_new_session=True,
-    )
 
 
 def _text(process: subprocess.Popen[str], limit_s: float) -> str:
@@ -188,13 +207,8 @@ def _all_reduce(rank: int, folder: str) -> LoopbackFacts:
 
 
 def _median_s(call: Callable[[], object], num_times: int) -> float:
-    call()
-    times_s = []
-    for _ in range(num_times):
-        start_s = time.perf_counter()
-        call()
-        times_s.append(time.perf_counter() - start_s)
-    return statistics.median(times_s)
+    call()  # the first one takes longer
+    return statistics.median(timeit.repeat(call, number=1, repeat=num_times))
 
 
 if __name__ == "__main__":
