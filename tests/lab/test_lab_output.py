@@ -9,7 +9,7 @@ import os
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cannikin.lab.processes import Lines, Outputs
+from cannikin.lab.launch import Lines, Outputs
 
 
 @given(

@@ -2,7 +2,7 @@
 
 cluster . lab_file        what the cluster is like, in words or in TOML
 mechanisms                the ways to make it: portable, hosts, mps
-launch . processes        starts torchrun on it, passes output and exit status on, leaves nothing behind
+launch                    starts torchrun on it, passes output and exit status on, leaves nothing behind
 run_folder                what launcher, agents and ranks tell one another
 agent . rank . throttle   what runs in the processes started: torchrun itself, the shim around the script, its slowness
 """

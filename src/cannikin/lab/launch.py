@@ -1,12 +1,23 @@
-"""Runs a script on a lab cluster: has the mechanism make the cluster, runs torchrun on it, and cleans up."""
+"""Runs a script on a lab cluster: has the mechanism make the cluster, runs torchrun on it, and cleans up.
+
+The agents' processes and all that descend from them are started, watched and gone at the end. Their output is passed on
+in whole lines, each with a prefix that says whose it is. torchrun's own `--tee` does not do: its TailLog writes
+whatever a file has at the moment, so that lines of two ranks end up in one (a line written in two pieces came out as
+`[default0]:{"half": [default1]:`), and each state of a progress bar becomes a line (torch 2.11).
+"""
 
 from __future__ import annotations
 
 import os
+import selectors
+import signal
+import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
@@ -14,9 +25,13 @@ from typing import IO
 from cannikin.errors import InvalidInputError
 from cannikin.lab.cluster import LabCluster
 from cannikin.lab.mechanisms import AUTO, Mechanism, choose
-from cannikin.lab.processes import Outputs, interruptible, run_agents
-from cannikin.lab.run_folder import exits, first_failure, write_settings
+from cannikin.lab.run_folder import FOLDER, Agent, exits, first_failure, write_settings
 from cannikin.words import counted
+
+_POLL_S = 0.1
+_GRACE_S = 5.0  # for ranks to end by themselves, once a signal has asked them to
+_LAST_WORDS_S = 0.5  # for the other ranks' messages, once one has failed
+_LONGEST_LINE = 65536  # bytes; a longer line is cut
 
 
 def launch(
@@ -41,30 +56,33 @@ def launch(
     _check_script(script)
     chosen, reason = choose(cluster, mechanism)
     _say(err, _heading(chosen, reason, cluster))
-    with interruptible() as interruption, ExitStack() as undo:
+    with _noting_signals() as signals, ExitStack() as undo:
         folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="cannikin-lab-")))
         layout = chosen.set_up(cluster, folder, undo)
         write_settings(folder, layout.ranks)
         outputs = Outputs()
         undo.callback(outputs.close)
-        _open_pipes(outputs, folder, cluster.num_ranks, out, err)
-        statuses = run_agents(
-            layout.agents,
-            script,
-            folder=folder,
-            environment={
-                **os.environ,
-                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-                **(environment or {}),
-            },
-            outputs=outputs,
-            errors=err,
-            interruption=interruption,
-        )
+        for rank in range(cluster.num_ranks):
+            for name, stream in (("out", out), ("err", err)):
+                path = folder / f"rank{rank}.{name}"
+                os.mkfifo(path)
+                # Open for writing here too, so that the pipe has no end before we close it.
+                outputs.add(os.open(path, os.O_RDWR | os.O_NONBLOCK), f"[rank {rank}] ", stream)
+        threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        everyone = {**os.environ, **threads, **(environment or {}), FOLDER: str(folder)}
+        running: list[subprocess.Popen[bytes]] = []
+        try:
+            for agent in layout.agents:
+                prefix = "[torchrun] " if len(layout.agents) == 1 else f"[torchrun {agent.name}] "
+                running.append(_start(agent, script, everyone, outputs, prefix, err))
+            _watch(running, outputs, signals)
+        finally:
+            _kill(running, folder)
+            statuses = [process.wait() for process in running]
         noted = exits(folder)
-    if interruption.signal is not None:
+    if signals:
         _say(err, "interrupted")
-        return 128 + interruption.signal
+        return 128 + signals[0]
     if not any(statuses):
         return 0
     failure = first_failure(noted)
@@ -98,10 +116,168 @@ def _say(err: IO[bytes], text: str) -> None:
     err.flush()
 
 
-def _open_pipes(outputs: Outputs, folder: Path, num_ranks: int, out: IO[bytes], err: IO[bytes]) -> None:
-    """Make named pipes for the ranks' output, open for writing here too: so they have no end before we close them."""
-    for rank in range(num_ranks):
-        for name, stream in (("out", out), ("err", err)):
-            path = folder / f"rank{rank}.{name}"
-            os.mkfifo(path)
-            outputs.add(os.open(path, os.O_RDWR | os.O_NONBLOCK), f"[rank {rank}] ", stream)
+# Processes.
+
+
+@contextmanager
+def _noting_signals() -> Iterator[list[int]]:
+    """Only take note of SIGINT, SIGTERM and SIGHUP, so that no set-up is cut in half; yield those that came."""
+    came: list[int] = []
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            before[number] = signal.signal(number, lambda number, frame: came.append(number))
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _start(
+    agent: Agent, script: Sequence[str], environment: dict[str, str], outputs: Outputs, prefix: str, err: IO[bytes]
+) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [*agent.command, *script],
+        env={**environment, **agent.environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # an interrupt from the terminal comes to us alone, and we end them in order
+    )
+    assert process.stdout is not None
+    outputs.add(os.dup(process.stdout.fileno()), prefix, err)
+    process.stdout.close()
+    return process
+
+
+def _watch(running: Sequence[subprocess.Popen[bytes]], outputs: Outputs, signals: Sequence[int]) -> None:
+    """Pass on output until all have ended; once one has failed or a signal has come, ask the others to end."""
+    while not signals:
+        statuses = [process.poll() for process in running]
+        if any(statuses):
+            _wait(running, _LAST_WORDS_S, outputs)
+            break
+        if None not in statuses:
+            break
+        outputs.pump(_POLL_S)
+    for process in running:
+        if process.poll() is None:
+            process.terminate()
+    _wait(running, _GRACE_S, outputs)
+
+
+def _wait(running: Sequence[subprocess.Popen[bytes]], limit_s: float, outputs: Outputs) -> None:
+    end_s = time.monotonic() + limit_s
+    while any(process.poll() is None for process in running) and time.monotonic() < end_s:
+        outputs.pump(_POLL_S)
+        time.sleep(_POLL_S / 10)  # pump does not wait once every stream is closed
+
+
+def _kill(running: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
+    """Kill the processes left: the agents' sessions, and all others with the run's mark, such as loader workers."""
+    for process in running:
+        if process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    for _ in range(100):
+        marked = _marked(folder)
+        for pid in marked:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if not marked:
+            return
+        time.sleep(0.02)
+
+
+def _marked(folder: Path) -> list[int]:
+    """Return the processes whose environment names the run's folder; none where there is no /proc."""
+    mark = f"{FOLDER}={folder}".encode()
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if mark in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found
+
+
+# Output.
+
+
+class Lines:
+    """Cuts a stream of bytes into whole lines with a prefix.
+
+    Example:
+        >>> lines = Lines("[rank 1] ")
+        >>> lines.feed(b"epoch 1\\nep"), lines.feed(b"och 2\\n"), lines.rest()
+        (b'[rank 1] epoch 1\\n', b'[rank 1] epoch 2\\n', b'')
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix.encode()
+        self._held = b""
+
+    def feed(self, data: bytes) -> bytes:
+        """Return the lines that these bytes complete."""
+        *whole, self._held = (self._held + data).split(b"\n")
+        if len(self._held) > _LONGEST_LINE:
+            whole.append(self._held)
+            self._held = b""
+        return b"".join(self._shown(line) for line in whole)
+
+    def rest(self) -> bytes:
+        """Return the last line, where it has no end."""
+        held, self._held = self._held, b""
+        return self._shown(held) if held else b""
+
+    def _shown(self, line: bytes) -> bytes:
+        """Return what a terminal would show in the end: the last state of a progress bar that overwrites itself."""
+        return self._prefix + line.rstrip(b"\r").rpartition(b"\r")[2] + b"\n"
+
+
+class Outputs:
+    """Reads many descriptors and writes their lines to the streams they belong to."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+
+    def add(self, descriptor: int, prefix: str, stream: IO[bytes]) -> None:
+        """Pass on what comes from this descriptor, and close it in the end."""
+        os.set_blocking(descriptor, False)
+        self._selector.register(descriptor, selectors.EVENT_READ, (Lines(prefix), stream))
+
+    def pump(self, timeout_s: float) -> bool:
+        """Wait at most `timeout_s` for output and pass it on; return whether there was any."""
+        if not self._selector.get_map():
+            return False
+        found = False
+        for key, _ in self._selector.select(timeout_s):
+            lines, stream = key.data
+            data = b""
+            with suppress(BlockingIOError):
+                data = os.read(key.fd, 65536)
+                if not data:  # every writer is gone
+                    self._finish(key.fd, lines, stream)
+            if data:
+                found = True
+                _write(stream, lines.feed(data))
+        return found
+
+    def close(self) -> None:
+        """Pass on the remaining output, and close every descriptor."""
+        while self.pump(0):
+            pass
+        for key in list(self._selector.get_map().values()):
+            self._finish(key.fd, *key.data)
+        self._selector.close()
+
+    def _finish(self, descriptor: int, lines: Lines, stream: IO[bytes]) -> None:
+        self._selector.unregister(descriptor)
+        os.close(descriptor)
+        _write(stream, lines.rest())
+
+
+def _write(stream: IO[bytes], data: bytes) -> None:
+    if data:
+        stream.write(data)
+        stream.flush()
