@@ -70,11 +70,11 @@ def count(number: int) -> str:
 
 
 def short_count(number: float) -> str:
-    """Return how many, for a title with little room.
+    """Return how many, where there is little room or a unit follows.
 
     Example:
-        >>> short_count(570), short_count(38_282), short_count(25_557_032)
-        ('570', '38.3 k', '25.6 M')
+        >>> short_count(570), short_count(38_282), short_count(25_557_032), short_count(2.5e9) + "bit/s"
+        ('570', '38.3 k', '25.6 M', '2.5 Gbit/s')
     """
     for size, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
         if number >= size:
@@ -143,16 +143,6 @@ def memory(num_bytes: float | None) -> str:
     return f"{size:,.0f} GiB" if size >= 10 or size == int(size) else f"{size:.1f} GiB"
 
 
-def link_speed(mbit_per_s: float) -> str:
-    """Return the speed of a network link.
-
-    Example:
-        >>> link_speed(100), link_speed(2500), link_speed(100_000)
-        ('100 Mbit/s', '2.5 Gbit/s', '100 Gbit/s')
-    """
-    return f"{mbit_per_s / 1000:g} Gbit/s" if mbit_per_s >= 1000 else f"{mbit_per_s:g} Mbit/s"
-
-
 # Splits, ranks and other names.
 
 
@@ -166,8 +156,7 @@ def split(local_batches: Sequence[int], most_parts: int = _MOST_PARTS) -> str:
     parts = [_several(len(list(group)), f"{batch:,}") for batch, group in groupby(local_batches)]
     if len(parts) <= most_parts:
         return ", ".join(parts)
-    low, high = min(local_batches), max(local_batches)
-    return f"{', '.join(parts[:most_parts])}, ... ({len(local_batches)} ranks, {low:,} to {high:,})"
+    return f"{', '.join(parts[:most_parts])}, ... {_range(local_batches)}"
 
 
 def split_sum(local_batches: Sequence[int], plus: str = " + ") -> str:
@@ -179,8 +168,12 @@ def split_sum(local_batches: Sequence[int], plus: str = " + ") -> str:
     """
     total = f"{sum(local_batches):,}"
     if len(local_batches) > _MOST_PARTS:
-        return f"{total} ({len(local_batches)} ranks, {min(local_batches):,} to {max(local_batches):,})"
+        return f"{total} {_range(local_batches)}"
     return f"{total} = {plus.join(map(str, local_batches))}" if len(local_batches) > 1 else total
+
+
+def _range(local_batches: Sequence[int]) -> str:
+    return f"({len(local_batches)} ranks, {min(local_batches):,} to {max(local_batches):,})"
 
 
 def kinds(names: Sequence[str]) -> str:
@@ -190,9 +183,9 @@ def kinds(names: Sequence[str]) -> str:
         >>> kinds(["a100", "a100", "v100"])
         '2 x a100, v100'
     """
-    told = [_several(times, name) for name, times in Counter(names).items()]
-    more = len(told) - _MOST_KINDS
-    return ", ".join(told[:_MOST_KINDS]) + (f" and {more} kinds more" if more > 0 else "")
+    shown = [_several(times, name) for name, times in Counter(names).items()]
+    more = len(shown) - _MOST_KINDS
+    return ", ".join(shown[:_MOST_KINDS]) + (f" and {more} kinds more" if more > 0 else "")
 
 
 def _several(number: int, what: str) -> str:
@@ -229,9 +222,7 @@ def rank_ranges(ranks: Sequence[int]) -> str:
 
 
 def printable(text: str) -> str:
-    """Return the text with blanks for what could break a line, move a cursor or change a terminal.
-
-    Names in a log or a file may be anybody's.
+    """Return text of others with blanks for what could break a line, move a cursor or change a terminal.
 
     Example:
         >>> printable("a\x1b[2Jb")
@@ -241,7 +232,7 @@ def printable(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    r"""Return the text with escapes for such characters, where it matters which ones they were.
+    r"""Return the text with escapes for characters that cannot be printed, where it matters which ones they were.
 
     Example:
         >>> print(escaped("a\x1b[2Jb"))

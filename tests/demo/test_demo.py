@@ -10,23 +10,27 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from msgspec.structs import replace
 from rich.console import Console
 
 from cannikin.cli import main
 from cannikin.demo.comparison import Bars, RankLines, results_table
-from cannikin.demo.tasks import DEFAULT_POLICIES, SPEEDS, TASKS, quick
+from cannikin.demo.tasks import DEFAULT_POLICIES, SPEEDS, TASKS, Result, quick
 from cannikin.runlog import Header, JobInfo, RankInfo, RunLogWriter, WindowRecord, read_runlog
 
-RESULT = {
-    "kind": "result",
-    "policy": "even",
-    "seconds_to_target": 12.0,
-    "median_step_ms": 80.0,
-    "last_steps_ms": 81.0,
-    "accuracy": 0.975,
-    "final_split": [16, 16, 16],
-    "total_batches": [[1, 48]],
-}
+RESULT = Result(
+    policy="even",
+    is_done=True,
+    seconds_to_target=12.0,
+    median_step_ms=80.0,
+    last_steps_ms=81.0,
+    accuracy=0.975,
+    steps=150,
+    samples=7200,
+    final_split=(16, 16, 16),
+    total_batches=[(1, 48)],
+    curve=[],
+)
 
 
 def shown(*renderables: object) -> str:
@@ -40,14 +44,15 @@ def test_rank_0s_objects_are_taken_and_all_other_lines_passed_on_however_they_ar
     stream = RankLines(objects.append, lines.append)
     for piece in (b'[rank 0] {"a"', b": 1}\n[rank 1] hel", b"lo\n\n", b'[rank 0] {"b": 2}\nunfinished'):
         stream.write(piece)
-    assert objects == [{"a": 1}, {"b": 2}]
+    assert [json.loads(text) for text in objects] == [{"a": 1}, {"b": 2}]
     assert lines == ["[rank 1] hello"]
 
 
 def test_the_table_has_the_fastest_first_and_says_what_the_ranks_were():
     slow = RESULT
-    fast = {**RESULT, "policy": "cannikin", "seconds_to_target": 5.0, "total_batches": [[1, 48], [30, 96], [60, 120]]}
-    never = {**RESULT, "policy": "adaptdl", "seconds_to_target": None}
+    totals = [(1, 48), (30, 96), (60, 120)]
+    fast = replace(RESULT, policy="cannikin", seconds_to_target=5.0, total_batches=totals)
+    never = replace(RESULT, policy="adaptdl", seconds_to_target=None)
     text = shown(results_table(TASKS["digits"], SPEEDS, [never, slow, fast]))
     assert text.index("cannikin") < text.index("even") < text.index("adaptdl")
     assert "3 ranks of speed 1, 0.5, 0.25" in text
@@ -58,9 +63,7 @@ def test_the_table_has_the_fastest_first_and_says_what_the_ranks_were():
 def test_without_a_terminal_there_is_one_line_per_policy(capsys):
     console = Console(width=200, force_terminal=False)
     with Bars(TASKS["digits"], ["even"], console) as bars:
-        bars.update(
-            {"kind": "progress", "policy": "even", "accuracy": 0.5, "seconds": 1.0, "steps": 9, "split": [4, 4]}
-        )
+        bars.update(replace(RESULT, is_done=False, accuracy=0.5, curve=[(1.0, 72, 0.5)]))
         bars.update(RESULT)
     assert capsys.readouterr().out.splitlines() == ["even: 97.5% in 12.0 s, 48 = 16 + 16 + 16"]
 
@@ -170,7 +173,7 @@ def test_a_policy_that_is_done_keeps_its_bar_and_the_next_ones_panel_comes(tmp_p
         drawn = shown(bars.drawn())
         assert "97.5% in 12.0 s" in drawn
         assert "second device" in drawn
-        bars.update({**RESULT, "policy": "cannikin"})
+        bars.update(replace(RESULT, policy="cannikin"))
         length = len(console.file.getvalue())
     assert "device" not in console.file.getvalue()[length:]
 

@@ -6,7 +6,7 @@ It shows one bar per policy, below them the live view of the policy that trains,
 from __future__ import annotations
 
 import io
-import json
+import math
 import sys
 import threading
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from cannikin.demo.tasks import Task, check_folder
+from cannikin.demo.tasks import Result, Task, check_folder
 from cannikin.errors import CannikinError, RunLogError
 from cannikin.lab.cluster import LabCluster
 from cannikin.lab.launch import launch
@@ -34,8 +34,8 @@ _REFRESHES_PER_S = 2  # the ranks need the processor
 
 def run_demo(
     task: Task, *, policies: list[str], speeds: tuple[float, ...], data: Path | None, out: Path, console: Console
-) -> list[dict[str, Any]]:
-    """Train under every policy on ranks of these speeds; return what came of each.
+) -> None:
+    """Train under every policy on ranks of these speeds, and compare.
 
     Leaves a run log per policy and `summary.json` under `out`.
     """
@@ -45,16 +45,17 @@ def run_demo(
         console.print(f"--data {data} is not used: scikit-learn brings the digits.", highlight=False)
     console.print(f"Training on {_goal(task)} on {_ranks(speeds)}.", highlight=False)
     out.mkdir(parents=True, exist_ok=True)
-    results: list[dict[str, Any]] = []
+    results: list[Result] = []
     script = ["-m", "cannikin.demo.train", "--task", msgspec.json.encode(task).decode()]
     script += ["--policies", ",".join(policies), "--run-dir", str(out)]
     script += ["--data", str(data)] if data is not None else []
     with Bars(task, policies, console, out) as bars:
 
-        def take(told: dict[str, Any]) -> None:
-            bars.update(told)
-            if told.pop("kind") == "result":
-                results.append(told)
+        def take(text: str) -> None:
+            result = msgspec.json.decode(text, type=Result)
+            bars.update(result)
+            if result.is_done:
+                results.append(result)
 
         lines: Any = RankLines(take, lambda line: print(line, file=sys.stderr))
         errors: Any = io.BytesIO()
@@ -65,20 +66,16 @@ def run_demo(
         raise CannikinError(f"the ranks ended with exit status {status}; what they said is above")
     # The lab warns where speeds are not as asked: such a comparison is worth little.
     sys.stderr.writelines(line for line in said.splitlines(keepends=True) if "] cannikin lab:" in line)
-    summary = {
-        "task": msgspec.to_builtins(task),
-        "speeds": speeds,
-        "policies": {result["policy"]: result for result in results},
-    }
-    (out / SUMMARY_NAME).write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2))
+    policies_told = {result.policy: msgspec.structs.asdict(result) for result in results}
+    summary = msgspec.json.encode({"task": task, "speeds": speeds, "policies": policies_told})
+    (out / SUMMARY_NAME).write_bytes(msgspec.json.format(summary, indent=2))
     console.print(results_table(task, speeds, results))
-    return results
 
 
 class RankLines:
     """A stream for the ranks' output: rank 0's JSON objects go to a callback, all other lines are passed on."""
 
-    def __init__(self, on_object: Callable[[dict[str, Any]], None], on_line: Callable[[str], None]) -> None:
+    def __init__(self, on_object: Callable[[str], None], on_line: Callable[[str], None]) -> None:
         self._on_object, self._on_line = on_object, on_line
         self._rest = b""
 
@@ -95,7 +92,7 @@ class RankLines:
     def _take(self, line: str) -> None:
         text = line.removeprefix("[rank 0] ")
         if text.startswith("{"):
-            self._on_object(json.loads(text))
+            self._on_object(text)
         elif text.strip():
             self._on_line(line)
 
@@ -158,23 +155,22 @@ class Bars:
             if run is not None:
                 run.close()
 
-    def update(self, told: dict[str, Any]) -> None:
-        """Take a `progress` or `result` object of rank 0."""
-        if told["kind"] == "result":
-            seconds = told["seconds_to_target"]
-            state = f"{told['accuracy']:.1%} in {seconds:.1f} s" if seconds else f"{told['accuracy']:.1%}: given up"
-            local_batches = told["final_split"]
-            self._forget(told["policy"])
+    def update(self, result: Result) -> None:
+        """Show what has come of a policy."""
+        state = f"{result.accuracy:.1%}"
+        if result.is_done:
+            seconds = result.seconds_to_target
+            state += ": given up" if seconds is None else f" in {seconds:.1f} s"
+            self._forget(result.policy)
         else:
-            state = f"{told['accuracy']:.1%} of {self._target:.0%} after {told['seconds']:.1f} s, step {told['steps']}"
-            local_batches = told["split"]
-        state = f"{state}, {split_sum(local_batches)}"
-        self._progress.update(self._bars[told["policy"]], completed=told["accuracy"], state=state)
-        if not self._console.is_terminal and told["kind"] == "result":
-            self._console.print(f"{told['policy']}: {state}", highlight=False)
+            state += f" of {self._target:.0%} after {result.curve[-1][0]:.1f} s, step {result.steps}"
+        state += f", {split_sum(result.final_split)}"
+        self._progress.update(self._bars[result.policy], completed=result.accuracy, state=state)
+        if result.is_done and not self._console.is_terminal:
+            self._console.print(f"{result.policy}: {state}", highlight=False)
 
 
-def results_table(task: Task, speeds: tuple[float, ...], results: list[dict[str, Any]]) -> Table:
+def results_table(task: Task, speeds: tuple[float, ...], results: list[Result]) -> Table:
     """Return a table of every policy's figures, the fastest first."""
     table = Table(
         title=f"{_goal(task)}, {_ranks(speeds)}",
@@ -183,15 +179,15 @@ def results_table(task: Task, speeds: tuple[float, ...], results: list[dict[str,
     )
     for heading in ("policy", "time to target", "median step", "final split", "total batch", "accuracy"):
         table.add_column(heading, justify="left" if heading in ("policy", "total batch") else "right")
-    for result in sorted(results, key=lambda r: (r["seconds_to_target"] is None, r["seconds_to_target"])):
-        seconds = result["seconds_to_target"]
+    for result in sorted(results, key=lambda result: result.seconds_to_target or math.inf):
+        seconds = result.seconds_to_target
         table.add_row(
-            result["policy"],
+            result.policy,
             f"{seconds:.1f} s" if seconds is not None else "not reached",
-            f"{result['median_step_ms']:.0f} ms",
-            split(result["final_split"]),
-            _path([total for _, total in result["total_batches"]]),
-            f"{result['accuracy']:.1%}",
+            f"{result.median_step_ms:.0f} ms",
+            split(result.final_split),
+            _path([total for _, total in result.total_batches]),
+            f"{result.accuracy:.1%}",
         )
     return table
 

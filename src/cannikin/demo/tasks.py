@@ -1,4 +1,4 @@
-"""What the demonstration trains on: chosen once, the same for every policy, and never by who wins.
+"""What the demonstration trains on, chosen once for all policies and never by who wins, and what its ranks answer.
 
 The ranks' devices take `fixed_ms + sample_ms * b / speed` for a step of b samples: a rank sleeps up to that in forward
 and backward (`cannikin lab`), so three of them fit on two cores.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import msgspec
 
 from cannikin.errors import InvalidInputError
 
@@ -36,11 +38,30 @@ class Task:
     target: float
     max_passes: float
     samples_per_evaluation: int
-    sample_ms: float
-    fixed_ms: float
-    lr: float
+    sample_ms: float = 1.0
+    fixed_ms: float = 10.0
+    lr: float = 0.01
     momentum: float = 0.9
     seed: int = 0
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of a policy, or has come of it so far; seconds are of training alone.
+
+    `total_batches` has (step, total batch from there on), `curve` (seconds, samples, accuracy) of each evaluation.
+    """
+
+    policy: str
+    is_done: bool
+    seconds_to_target: float | None
+    median_step_ms: float
+    last_steps_ms: float
+    accuracy: float
+    steps: int
+    samples: int
+    final_split: tuple[int, ...]
+    total_batches: list[tuple[int, int]]
+    curve: list[tuple[float, int, float]]
 
 
 TASKS = {
@@ -51,9 +72,6 @@ TASKS = {
         target=0.97,
         max_passes=60,
         samples_per_evaluation=1440,
-        sample_ms=1.0,
-        fixed_ms=10.0,
-        lr=0.01,
     ),
     "fashion-mnist": Task(
         dataset="fashion-mnist",
@@ -62,9 +80,6 @@ TASKS = {
         target=0.85,
         max_passes=5,
         samples_per_evaluation=9600,
-        sample_ms=1.0,
-        fixed_ms=10.0,
-        lr=0.01,
     ),
 }
 

@@ -1,6 +1,6 @@
 """What every rank of the demonstration runs: the task under each policy in turn, `python -m cannikin.demo.train`.
 
-Rank 0 prints one JSON object per line: `progress` after an evaluation, `result` once a policy is done. Data and
+Rank 0 prints a `Result` as one line of JSON after each evaluation, and once a policy is done. Data and
 network are small enough for two cores, and real enough to learn something.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import gzip
 import io
-import json
 import lzma
 import statistics
 import time
@@ -24,7 +23,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from cannikin.demo.tasks import FASHION_MNIST_FILES, Task, check_folder
+from cannikin.demo.tasks import FASHION_MNIST_FILES, Result, Task, check_folder
 from cannikin.errors import InvalidInputError
 from cannikin.runtime.loader import HeteroDataLoader
 from cannikin.runtime.parallel import HeteroDataParallel
@@ -50,11 +49,11 @@ class Run:
         self.most_samples = task.max_passes * len(data)
         self.seconds, self.accuracy, self.samples = 0.0, 0.0, 0
         self.step_seconds: list[float] = []
-        self.totals: list[tuple[int, int]] = []  # step, total batch from there on
-        self.curve: list[tuple[float, int, float]] = []  # seconds, samples, accuracy
+        self.totals: list[tuple[int, int]] = []
+        self.curve: list[tuple[float, int, float]] = []
 
-    def train(self) -> dict[str, Any]:
-        """Train until the target is reached or the passes are used up; return what came of it."""
+    def train(self) -> None:
+        """Train until the target is reached or the passes are used up, and tell what came of it."""
         while not self._is_done():
             began = time.perf_counter()
             for images, labels in self.loader:
@@ -69,7 +68,7 @@ class Run:
                         break
                 began = time.perf_counter()
         self.model.engine.close()  # other policies follow in this process
-        return self._result()
+        self._tell(is_done=True)
 
     def _is_done(self) -> bool:
         return self.accuracy >= self.task.target or self.model.progress * self.task.batch_size > self.most_samples
@@ -101,27 +100,28 @@ class Run:
             target_accuracy=self.task.target,  # by these names the report knows the target and the time spent training
             train_s=round(self.seconds, 3),
         )
-        plan = self.model.plan
-        if dist.get_rank() == 0 and plan is not None:
-            line = {"kind": "progress", "policy": self.policy, "accuracy": self.accuracy, "seconds": self.seconds}
-            print(json.dumps({**line, "steps": len(self.step_seconds), "split": plan.local_batches}), flush=True)
+        self._tell(is_done=False)
 
-    def _result(self) -> dict[str, Any]:
+    def _tell(self, *, is_done: bool) -> None:
+        """Have rank 0 print what has come of it."""
+        if dist.get_rank() != 0:
+            return
         plan = self.model.plan
         assert plan is not None
-        reached = self.accuracy >= self.task.target
-        return {
-            "policy": self.policy,
-            "seconds_to_target": round(self.seconds, 3) if reached else None,
-            "median_step_ms": round(statistics.median(self.step_seconds) * 1e3, 2),
-            "last_steps_ms": round(statistics.median(self.step_seconds[-50:]) * 1e3, 2),
-            "accuracy": round(self.accuracy, 4),
-            "steps": len(self.step_seconds),
-            "samples": self.samples,
-            "final_split": plan.local_batches,
-            "total_batches": self.totals,
-            "curve": self.curve,
-        }
+        result = Result(
+            policy=self.policy,
+            is_done=is_done,
+            seconds_to_target=round(self.seconds, 3) if self.accuracy >= self.task.target else None,
+            median_step_ms=round(statistics.median(self.step_seconds) * 1e3, 2),
+            last_steps_ms=round(statistics.median(self.step_seconds[-50:]) * 1e3, 2),
+            accuracy=round(self.accuracy, 4),
+            steps=len(self.step_seconds),
+            samples=self.samples,
+            final_split=plan.local_batches,
+            total_batches=self.totals,
+            curve=self.curve,
+        )
+        print(msgspec.json.encode(result).decode(), flush=True)
 
 
 # Data and networks.
@@ -134,11 +134,8 @@ def load_data(dataset: str, folder: Path | None) -> tuple[TensorDataset, torch.T
         dataset: "digits", which scikit-learn brings, or "fashion-mnist".
         folder: where Fashion-MNIST is: its four original .gz files, or images.npy.xz and labels.npz.
     """
-    if dataset == "digits":
-        return _digits()
     check_folder(dataset, folder)
-    assert folder is not None
-    return _fashion_mnist(folder)
+    return _digits() if folder is None or dataset == "digits" else _fashion_mnist(folder)
 
 
 def _digits() -> tuple[TensorDataset, torch.Tensor, torch.Tensor]:
@@ -208,9 +205,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     task = msgspec.json.decode(options.task, type=Task)
     for policy in options.policies.split(","):
-        result = Run(task, policy, options.data, options.run_dir).train()
-        if dist.get_rank() == 0:
-            print(json.dumps({"kind": "result", **result}), flush=True)
+        Run(task, policy, options.data, options.run_dir).train()
         dist.barrier()
     dist.destroy_process_group()
 

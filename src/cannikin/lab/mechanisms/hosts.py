@@ -22,7 +22,7 @@ from pathlib import Path
 from cannikin.errors import MechanismError
 from cannikin.lab.cluster import LabCluster
 from cannikin.lab.run_folder import HOST, Agent, Layout, RankSettings, agent_command
-from cannikin.words import link_speed, percent
+from cannikin.words import percent, short_count
 
 _PREFIX = "cannikin-"  # of namespaces and cpu groups; the launcher's process id follows
 _PORT = 29571
@@ -64,9 +64,8 @@ class Hosts:
 
     def words(self, cluster: LabCluster) -> str:
         """Say where speeds and links come from."""
-        link = (
-            "" if cluster.link_bit_per_s is None else f", links of {link_speed(cluster.link_bit_per_s / 1e6)} by tc tbf"
-        )
+        speed = cluster.link_bit_per_s
+        link = "" if speed is None else f", links of {short_count(speed)}bit/s by tc tbf"
         if cluster.sample_s is not None:
             sleep = f"ranks sleep up to {cluster.sample_s * 1e3:g} ms per sample over their speed"
             return f"a namespace per rank, {sleep}{link}"
