@@ -142,7 +142,7 @@ class HeteroDataLoader:
         self._bookmark.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, int]:
-        """Where in the data training is, counting the batches yielded; plain numbers, the same on every rank.
+        """Return where in the data training is, by batches yielded; plain numbers, the same on every rank.
 
         After a loop was broken off, it still says where: a run resumed from it goes on with that epoch.
         """
@@ -238,7 +238,7 @@ class HeteroBatchSampler(Sampler[list[int]]):
         self._passes.bookmark.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, int]:
-        """Where in the data the passes are, counting batches that are cut; plain numbers, the same on every rank."""
+        """Return where in the data the passes are, by batches cut; plain numbers, the same on every rank."""
         return self._passes.bookmark.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -278,14 +278,14 @@ class _AsRead(Dataset[Any]):
 
 
 def _unchanged(sample: Any) -> Any:
-    """A collate function of single samples that does nothing (a module function, to be picklable)."""
+    """Return the sample: a collate function of the module, so that it can be pickled."""
     return sample
 
 
 def _source(
     dataset: Any, seed: int, shuffle: bool, kwargs: dict[str, Any]
 ) -> tuple[Source, Dataset[Any], dict[str, Any]]:
-    """Where steps come from, what DataLoader fetches from, and the keywords left for it."""
+    """Return where steps come from, what DataLoader fetches from, and which keywords it gets."""
     if not isinstance(dataset, IterableDataset):
         return IndexSource(len(dataset), seed=seed, shuffle=shuffle), dataset, kwargs
     reading = {name: value for name, value in kwargs.items() if name not in AFTER_READING}
@@ -322,7 +322,7 @@ def _length(dataset: Any) -> int | None:
 
 
 def _shuffled(dataset: Any, shuffle: bool | None, world_size: int) -> bool:
-    """Whether we shuffle; refuses what an iterable dataset cannot have."""
+    """Return whether we shuffle; refuse what an iterable dataset cannot have."""
     if not isinstance(dataset, IterableDataset):
         return shuffle is None or bool(shuffle)
     if shuffle:
@@ -336,7 +336,7 @@ def _shuffled(dataset: Any, shuffle: bool | None, world_size: int) -> bool:
 
 
 def _is_sharded(dataset: Any) -> bool:
-    """Whether a stream says that it differs between ranks: `datasets` and `webdataset` streams do."""
+    """Return whether a stream says that it differs between ranks: `datasets` and `webdataset` streams do."""
     if getattr(getattr(dataset, "_distributed", None), "world_size", 1) > 1:
         return True
     pipeline = getattr(dataset, "pipeline", ())

@@ -65,7 +65,7 @@ class HeteroDataParallel(DistributedDataParallel):
     # The engine's work around forward is not for the compiler: it would break the graph at every line.
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator,no-untyped-call]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """DDP's forward."""
+        """Run DDP's forward."""
         try:
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except Exception as error:
@@ -168,7 +168,7 @@ def attach(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, **opt
 
 
 def _buffer_options(module: torch.nn.Module, ddp_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """DDP's options, without its broadcast of rank 0's buffers where we average BatchNorm's ourselves."""
+    """Return DDP's options, without its broadcast of rank 0's buffers where we average BatchNorm's ourselves."""
     names = inspect.signature(DistributedDataParallel.__init__).parameters
     option = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
     if not has_batch_norm(module) or ddp_kwargs.keys() & {"forward_sync_buffers", "broadcast_buffers"}:

@@ -1,4 +1,4 @@
-"""Passes over the data: one order an epoch for all ranks, cut step by step as the plans say.
+"""Passes over the data: one order per epoch for all ranks, cut step by step as the plans say.
 
 What `HeteroDataLoader` and `HeteroBatchSampler` share. Samples come from a dataset with indices or from a stream; the
 steps are cut the same way.
@@ -68,7 +68,7 @@ def job_of(trainer: Trainer, num_samples: int | None, batch_size: int, options: 
 
 
 def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> torch.Tensor:
-    """The samples' order in an epoch, the same on every rank.
+    """Return the samples' order in an epoch, the same on every rank.
 
     Examples:
         >>> epoch_order(4, seed=0, epoch=0, shuffle=False).tolist()
@@ -119,12 +119,12 @@ class Cutter:
         self.plan: Plan | None = None
 
     def look(self) -> int:
-        """The total batch planned for the step about to be cut."""
+        """Return the total batch planned for the step about to be cut."""
         self.plan = self._feed.plan_at(self._step)
         return self.plan.total_batch
 
     def cut(self, position: int, remaining: int) -> CutStep | None:
-        """The step at `position` with `remaining` samples left, after `look`; None where the pass is over."""
+        """Return the step at `position` with `remaining` samples left, after `look`; None where the pass is over."""
         plan = self.plan
         assert plan is not None, "look() comes first"
         if remaining == 0 or (self._drop_last and remaining < plan.total_batch):
@@ -142,7 +142,7 @@ class Source(Protocol):
     """Where the samples of an epoch come from."""
 
     def steps(self, state: EpochState, cutter: Cutter) -> Iterator[tuple[CutStep, list[Any]]]:
-        """The steps from `state` to the epoch's end, each with what this rank gets of it."""
+        """Yield the steps from `state` to the epoch's end, each with what this rank gets of it."""
 
 
 class IndexSource:
@@ -202,7 +202,7 @@ class StreamSource:
 
 
 def _two_of(samples: list[Any]) -> list[Any]:
-    """Two samples to pad with, if need be the same one twice: BatchNorm in training refuses one."""
+    """Return two samples to pad with, if need be the same one twice: BatchNorm in training refuses one."""
     return samples if len(samples) != 1 else samples * 2
 
 
@@ -238,7 +238,7 @@ class Passes:
         return self.feed
 
     def steps(self) -> Iterator[tuple[CutStep, list[Any]]]:
-        """One pass. A resumed pass of which nothing is left becomes one over the next epoch."""
+        """Yield the steps of one pass; a resumed pass that has none left becomes one over the next epoch."""
         while True:
             state = self.bookmark.begin()
             min_local = 2 if self._trainer.has_batch_norm else 1

@@ -36,7 +36,7 @@ def introduce(exchange: Exchange, device: Device) -> list[RankInfo]:
 
 
 def model_key(module: torch.nn.Module, *, scaled: bool) -> str:
-    """What tells one model and precision from another: names and shapes of its parameters; `scaled` is a GradScaler."""
+    """Return what tells one model and precision from another; `scaled` is whether a GradScaler is in use."""
     shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters()]
     digest = hashlib.blake2b(json.dumps([shapes, scaled]).encode(), digest_size=8).hexdigest()
     return f"{type(module).__name__}-{digest}"
@@ -50,7 +50,7 @@ class ProfileStore:
         self._model = model
 
     def load(self, devices: list[str]) -> list[dict[str, Any] | None]:
-        """The profile of each of these devices, None where there is none; a file that cannot be read warns."""
+        """Return the profile of each of these devices, None where there is none; a file that cannot be read warns."""
         known = (self._read() or {}).get(self._model, {})
         return [known.get(device) for device in devices]
 
@@ -74,7 +74,7 @@ class ProfileStore:
         os.replace(unfinished, self._path)
 
     def _read(self) -> dict[str, Any] | None:
-        """Profiles by model and device; None where there is a file that has none."""
+        """Return profiles by model and device; None where there is a file that has none."""
         if not self._path.exists():
             return {}
         try:

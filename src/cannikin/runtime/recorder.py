@@ -96,7 +96,7 @@ class Recorder:
         return self._first_step or 0
 
     def start(self) -> None:
-        """Training starts: tell the header, and what has waited for it; it may be called repeatedly."""
+        """Write the header, and the records that waited for it: training starts. Calling it twice does nothing."""
         if self._header is None or self._waiting is None:
             return
         news = ""
@@ -154,7 +154,7 @@ class Recorder:
             self._write(EventRecord(step=step, kind=kind, data=data, elapsed_ms=self._elapsed_ms))
 
     def end(self, step: int) -> None:
-        """The run ended as it should: say so, and write nothing more; it may be called repeatedly."""
+        """Say that the run ended as it should, and write nothing more. Calling it twice does nothing."""
         if os.getpid() != self._process:
             return  # a fork, such as a worker of a loader, that exits
         self.start()
@@ -181,7 +181,7 @@ class Recorder:
 
 
 def _moved(record: Record, num_steps: int) -> Record:
-    """The record with its steps counted from so many steps earlier."""
+    """Return the record with its steps counted from so many steps earlier."""
     if not num_steps:
         return record
     names = ("step", "first_step")

@@ -126,7 +126,7 @@ def watch_outputs(output: Any, callback: Any) -> list[Any]:
 
 
 def _with_gradient(output: Any) -> list[torch.Tensor]:
-    """The tensors of an output that have a gradient."""
+    """Return the tensors of an output that have a gradient."""
     if isinstance(output, torch.Tensor):
         return [output] if output.requires_grad else []
     found = []
@@ -139,7 +139,7 @@ def _with_gradient(output: Any) -> list[torch.Tensor]:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """What tensors that share memory have in common; itself where it has no memory of its own to ask for."""
+    """Return the address of a tensor's memory, or a number of its own where it has none to ask for."""
     with suppress(RuntimeError):
         return tensor.untyped_storage().data_ptr()
     return id(tensor)

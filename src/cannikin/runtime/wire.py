@@ -253,7 +253,7 @@ class Exchange:
         self._gathering = (work, out)
 
     def finish_gather(self) -> torch.Tensor:
-        """What all ranks sent, [n, length]."""
+        """Return what all ranks sent, [n, length]."""
         assert self._gathering is not None
         (work, out), self._gathering = self._gathering, None
         work.wait()
@@ -265,7 +265,7 @@ class Exchange:
         self._broadcasting = (work, values)
 
     def finish_broadcast(self) -> torch.Tensor:
-        """Rank 0's vector."""
+        """Return rank 0's vector."""
         assert self._broadcasting is not None
         (work, values), self._broadcasting = self._broadcasting, None
         work.wait()
@@ -288,7 +288,7 @@ class Exchange:
         self._summing.clear()
 
     def broadcast_now(self, values: torch.Tensor) -> torch.Tensor:
-        """Rank 0's vector, on every rank."""
+        """Return rank 0's vector, on every rank."""
         self.start_broadcast(values)
         return self.finish_broadcast()
 
@@ -322,7 +322,7 @@ class Exchange:
         return [told for told in self._gather_bytes(text, heads[:, 0].tolist()) if told]
 
     def gather_text(self, mine: str) -> list[str]:
-        """A text of every rank, by rank."""
+        """Return a text of every rank, by rank."""
         text = mine.encode()
         return self._gather_bytes(text, self._gather_now(torch.tensor([len(text)]))[:, 0].tolist())
 
@@ -333,7 +333,7 @@ class Exchange:
         return [bytes(row[:length].tolist()).decode() for row, length in rows]
 
     def _gather_now(self, values: torch.Tensor, limit: timedelta | None = None) -> torch.Tensor:
-        """A vector as long on every rank, from all of them, [n, length]; within `limit`, or else the group's own."""
+        """Return a vector of every rank, all of one length, [n, length]; within `limit`, or else the group's own."""
         rows = [torch.empty_like(values) for _ in range(self.world_size)]
         work = dist.all_gather(rows, values, group=self._group, async_op=True)
         work.wait() if limit is None else work.wait(limit)
@@ -356,7 +356,7 @@ def _pause() -> None:
 
 
 def _timeout(group: Any) -> timedelta | None:
-    """The time limit of the model's own group: a new group would have torch's default, half an hour."""
+    """Return the time limit of the model's own group: a new group would have torch's default, half an hour."""
     for kind in ("cuda", "cpu"):
         with suppress(RuntimeError, AttributeError):
             timeout: timedelta = group._get_backend(torch.device(kind)).options._timeout
@@ -365,7 +365,7 @@ def _timeout(group: Any) -> timedelta | None:
 
 
 def _digest(value: Any) -> int:
-    """A number that stands for a setting: itself, or a hash of its JSON form."""
+    """Return a number that stands for a setting: itself, or a hash of its JSON form."""
     if isinstance(value, int) and abs(value) < 2**62:
         return value
     text = json.dumps(value, default=str, sort_keys=True).encode()
