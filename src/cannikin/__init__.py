@@ -5,76 +5,54 @@ Names resolve on first use (PEP 562), so `import cannikin` is quick and never im
 
 from typing import TYPE_CHECKING, Any
 
-from cannikin._version import __version__
+from cannikin._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from cannikin.cluster_file import load_cluster
-    from cannikin.core.noise.estimate import NoiseEstimate, noise_scale
-    from cannikin.core.noise.tracker import NoiseTracker
-    from cannikin.core.perf import Cluster, Curve, step_time
-    from cannikin.core.split import optimal_split
-    from cannikin.core.values import Split
-    from cannikin.live.view import LiveView
-    from cannikin.runtime.engine import Engine
-    from cannikin.runtime.loader import HeteroBatchSampler, HeteroDataLoader
-    from cannikin.runtime.parallel import HeteroDataParallel, attach
-    from cannikin.runtime.update import by_progress
-    from cannikin.trackers.observers import PrometheusObserver, ScalarObserver, TensorBoardObserver
+    from cannikin.cluster_file import load_cluster as load_cluster
+    from cannikin.core.noise.estimate import NoiseEstimate as NoiseEstimate
+    from cannikin.core.noise.estimate import noise_scale as noise_scale
+    from cannikin.core.noise.tracker import NoiseTracker as NoiseTracker
+    from cannikin.core.perf import Cluster as Cluster
+    from cannikin.core.perf import Curve as Curve
+    from cannikin.core.perf import step_time as step_time
+    from cannikin.core.split import optimal_split as optimal_split
+    from cannikin.core.values import Split as Split
+    from cannikin.live.view import LiveView as LiveView
+    from cannikin.runtime.engine import Engine as Engine
+    from cannikin.runtime.loader import HeteroBatchSampler as HeteroBatchSampler
+    from cannikin.runtime.loader import HeteroDataLoader as HeteroDataLoader
+    from cannikin.runtime.parallel import HeteroDataParallel as HeteroDataParallel
+    from cannikin.runtime.parallel import attach as attach
+    from cannikin.runtime.update import by_progress as by_progress
+    from cannikin.trackers.observers import PrometheusObserver as PrometheusObserver
+    from cannikin.trackers.observers import ScalarObserver as ScalarObserver
+    from cannikin.trackers.observers import TensorBoardObserver as TensorBoardObserver
 
-__all__ = [
-    "Cluster",
-    "Curve",
-    "Engine",
-    "HeteroBatchSampler",
-    "HeteroDataLoader",
-    "HeteroDataParallel",
-    "LiveView",
-    "NoiseEstimate",
-    "NoiseTracker",
-    "PrometheusObserver",
-    "ScalarObserver",
-    "Split",
-    "TensorBoardObserver",
-    "__version__",
-    "attach",
-    "by_progress",
-    "load_cluster",
-    "noise_scale",
-    "optimal_split",
-    "step_time",
-]
-
-# Public name -> the module that has it.
 _HOMES = {
-    "Cluster": "cannikin.core.perf",
-    "Curve": "cannikin.core.perf",
-    "Engine": "cannikin.runtime.engine",
-    "HeteroBatchSampler": "cannikin.runtime.loader",
-    "HeteroDataLoader": "cannikin.runtime.loader",
-    "HeteroDataParallel": "cannikin.runtime.parallel",
-    "LiveView": "cannikin.live.view",
-    "NoiseEstimate": "cannikin.core.noise.estimate",
-    "NoiseTracker": "cannikin.core.noise.tracker",
-    "PrometheusObserver": "cannikin.trackers.observers",
-    "ScalarObserver": "cannikin.trackers.observers",
-    "Split": "cannikin.core.values",
-    "TensorBoardObserver": "cannikin.trackers.observers",
-    "attach": "cannikin.runtime.parallel",
-    "by_progress": "cannikin.runtime.update",
-    "load_cluster": "cannikin.cluster_file",
-    "noise_scale": "cannikin.core.noise.estimate",
-    "optimal_split": "cannikin.core.split",
-    "step_time": "cannikin.core.perf",
+    "cannikin.cluster_file": ["load_cluster"],
+    "cannikin.core.noise.estimate": ["NoiseEstimate", "noise_scale"],
+    "cannikin.core.noise.tracker": ["NoiseTracker"],
+    "cannikin.core.perf": ["Cluster", "Curve", "step_time"],
+    "cannikin.core.split": ["optimal_split"],
+    "cannikin.core.values": ["Split"],
+    "cannikin.live.view": ["LiveView"],
+    "cannikin.runtime.engine": ["Engine"],
+    "cannikin.runtime.loader": ["HeteroBatchSampler", "HeteroDataLoader"],
+    "cannikin.runtime.parallel": ["HeteroDataParallel", "attach"],
+    "cannikin.runtime.update": ["by_progress"],
+    "cannikin.trackers.observers": ["PrometheusObserver", "ScalarObserver", "TensorBoardObserver"],
 }
+__all__ = sorted(["__version__", *(name for names in _HOMES.values() for name in names)])
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    home = next((module for module, names in _HOMES.items() if name in names), None)
+    if home is None:
         raise AttributeError(f"module 'cannikin' has no attribute {name!r}")
     from importlib import import_module
 
     try:
-        value = getattr(import_module(_HOMES[name]), name)
+        value = getattr(import_module(home), name)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "torch":
             raise

@@ -28,6 +28,12 @@ def test_module_and_optimizer_the_wrong_way_round_are_told_so():
         cannikin.HeteroDataParallel(net, list(net.parameters()))
 
 
+def test_an_object_that_cannot_plan_is_refused_as_a_policy():
+    net = TinyNet(0.0)
+    with pytest.raises(InvalidInputError, match=r"is neither a name nor a planner: a planner has decide\(window, job"):
+        cannikin.HeteroDataParallel(net, torch.optim.SGD(net.parameters(), lr=0.1), policy=object())
+
+
 @pytest.mark.parametrize(
     ("name", "advice"),
     [

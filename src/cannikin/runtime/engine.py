@@ -45,7 +45,7 @@ class Engine:
         self, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, **options: Unpack[Options]
     ) -> None:
         check_names("attach", Options.__annotations__, None, options)
-        check_model(ddp.module, optimizer)
+        check_model(ddp.module, optimizer, options.get("policy"))
         refuse_sparse(ddp.module)
         policy, scaler, profiles = options.get("policy"), options.get("grad_scaler"), options.get("profiles")
         scaler = scaler if scaler is not None and scaler.is_enabled() else None  # GradScaler(enabled=use_amp)

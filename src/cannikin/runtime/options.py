@@ -137,8 +137,13 @@ def check_names(owner: str, own: Iterable[str], base: Callable[..., Any] | None,
         raise TypeError(f"{owner} takes no {name}=: {advice}")
 
 
-def check_model(module: object, optimizer: object) -> None:
-    """Refuse a module and an optimizer that do not belong together: nothing would be trained, or measured."""
+def check_model(module: object, optimizer: object, policy: object) -> None:
+    """Refuse a module and an optimizer that do not belong together, and a policy that cannot plan."""
+    if not isinstance(policy, str | None) and not callable(getattr(policy, "decide", None)):
+        raise InvalidInputError(
+            f"policy={policy!r} is neither a name nor a planner: a planner has decide(window, job, step), which "
+            "returns a Decision (cannikin.core.planner.Planner)"
+        )
     if not isinstance(module, torch.nn.Module):
         raise InvalidInputError(
             f"the model is a {type(module).__name__}, not a torch.nn.Module: the order is HeteroDataParallel(module, "

@@ -51,7 +51,7 @@ class HeteroDataParallel(DistributedDataParallel):
     def __init__(
         self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, **options: Unpack[DdpOptions]
     ) -> None:
-        check_model(module, optimizer)
+        check_model(module, optimizer, options.get("policy"))
         own = Options.__annotations__
         check_names("HeteroDataParallel", own, DistributedDataParallel, options)
         ensure_process_group(next(module.parameters()).device)
