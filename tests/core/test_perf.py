@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from clusters import KINDS, draw_cluster, rng_of
 
-from cannikin.core.perf import Cluster, Curve, ring_factor, step_time
+from cannikin.core.perf import Cluster, Curve, step_time
 from cannikin.errors import InvalidInputError
 
 
@@ -74,11 +74,9 @@ def test_two_point_form_is_the_papers_maximum_of_two_cases() -> None:
 
 @pytest.mark.parametrize("n", range(2, 20))
 def test_a_ring_of_one_rank_less_scales_by_n_times_n_less_2_over_n_less_1_squared(n: int) -> None:
-    assert ring_factor(n, n - 1) == pytest.approx(n * (n - 2) / (n - 1) ** 2, rel=1e-15, abs=0)
-
-
-def test_a_single_rank_has_no_ring_to_scale() -> None:
-    assert ring_factor(1, 3) == 1.0
+    curve = Curve(fixed_s=np.ones(n), per_sample_s=np.ones(n))
+    smaller = Cluster(forward=curve, backward=curve, gammas=[1.0], tails_s=[1.0]).without(0)
+    assert smaller.tails_s[0] == pytest.approx(n * (n - 2) / (n - 1) ** 2, rel=1e-15, abs=0)
 
 
 def test_a_rank_that_leaves_takes_its_curves_bounds_and_name_along() -> None:
@@ -131,7 +129,7 @@ def test_a_curve_says_what_is_wrong_with_it(arguments: dict[str, Any], words: st
         ({"gammas": [np.nan, 1.0]}, "shares of backward lie in 0 to 1"),
         ({"gammas": [1.0]}, "gammas have shape (1,), tails_s (2,)"),
         ({"gammas": [[0.5, 1.0]] * 2}, "gammas have shape (2, 2)"),
-        ({"gammas": [], "tails_s": []}, "give one of each a bucket"),
+        ({"gammas": [], "tails_s": []}, "give one of each per bucket"),
         ({"tails_s": [1.0, 2.0]}, "tails_s=[1.0, 2.0]: must be finite, not negative and not increasing"),
         ({"tails_s": [1.0, -1.0]}, "not negative"),
         ({"tails_s": [np.inf, 1.0]}, "must be finite"),
@@ -142,11 +140,11 @@ def test_a_curve_says_what_is_wrong_with_it(arguments: dict[str, Any], words: st
         ({"load": Curve(fixed_s=[1.0], per_sample_s=[1.0])}, "load describes 1 ranks"),
         ({"min_batch": [0, 1, 1]}, "need 1 <= min_batch <= max_batch"),
         ({"min_batch": [5, 5, 5], "max_batch": [9, 4, 9]}, "need 1 <= min_batch <= max_batch"),
-        ({"min_batch": 2}, "min_batch=2.0: give one whole number a rank"),
-        ({"min_batch": [1.5, 1, 1]}, "min_batch=[1.5, 1.0, 1.0]: give one whole number a rank"),
-        ({"max_batch": [np.nan, 9, 9]}, "give one whole number a rank"),
+        ({"min_batch": 2}, "min_batch=2.0: give one whole number per rank"),
+        ({"min_batch": [1.5, 1, 1]}, "min_batch=[1.5, 1.0, 1.0]: give one whole number per rank"),
+        ({"max_batch": [np.nan, 9, 9]}, "give one whole number per rank"),
         ({"max_batch": [2.0**60, 9, 9]}, "at most 9007199254740992"),
-        ({"max_batch": [[9], [9], [9]]}, "give one whole number a rank"),
+        ({"max_batch": [[9], [9], [9]]}, "give one whole number per rank"),
         ({"forward": Curve(fixed_s=[], per_sample_s=[])}, "forward describes 0 ranks: a cluster needs at least 1"),
     ],
 )

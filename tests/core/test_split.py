@@ -14,7 +14,7 @@ from clusters import KINDS, draw_cluster, draw_total, finish_table, rng_of
 from scipy.optimize import LinearConstraint, linprog, milp
 
 from cannikin.core.perf import Cluster, Curve, step_time
-from cannikin.core.split import SplitSolver, alike, drop_candidate, fewer_ranks, optimal_split
+from cannikin.core.split import SplitSolver, alike, fewer_ranks, optimal_split
 from cannikin.errors import InvalidInputError
 
 RELATIVE = 1e-9
@@ -202,23 +202,23 @@ def test_the_reason_names_the_rank_that_finishes_last() -> None:
 
 def test_a_rank_whose_fixed_cost_exceeds_the_step_is_better_left_out() -> None:
     cluster = pair(forward=Curve(fixed_s=[1.0, 50.0], per_sample_s=[0.25, 0.5]))
-    dropped = drop_candidate(cluster, 30)
+    dropped = fewer_ranks(cluster, 30)
     assert dropped is not None
-    rank, split = dropped
-    assert (rank, split.local_batches) == (1, (30,))
+    ranks, split = dropped
+    assert (ranks, split.local_batches) == ((1,), (30,))
     assert split.step_s < optimal_split(cluster, 30).step_s
 
 
 def test_no_rank_is_left_out_where_each_helps() -> None:
-    assert drop_candidate(pair(), 300) is None
-    assert drop_candidate(pair().without(1), 300) is None
+    assert fewer_ranks(pair(), 300) is None
+    assert fewer_ranks(pair().without(1), 300) is None
 
 
 def test_a_shorter_ring_counts_when_a_rank_is_left_out() -> None:
     # One rank alone has no all-reduce at all, which saves more than the second rank does.
-    dropped = drop_candidate(pair(overlapped_s=40.0), 12)
+    dropped = fewer_ranks(pair(overlapped_s=40.0), 12)
     assert dropped is not None
-    assert dropped[0] == 1
+    assert dropped[0] == (1,)
     assert dropped[1].step_s == step_time(pair().without(1), [12])
 
 
@@ -226,9 +226,9 @@ def test_of_ranks_of_one_kind_the_first_is_the_one_to_leave_out() -> None:
     forward = Curve(fixed_s=[1.0, 50.0, 50.0], per_sample_s=[0.25, 0.5, 0.5])
     backward = Curve(fixed_s=[1.0, 1.0, 1.0], per_sample_s=[0.5, 1.0, 1.0])
     trio = Cluster.two_point(forward=forward, backward=backward, gamma=0.25, overlapped_s=9.0, last_s=1.0)
-    dropped = drop_candidate(trio, 30)
+    dropped = fewer_ranks(trio, 30)
     assert dropped is not None
-    assert dropped[0] == 1
+    assert dropped[0] == (1,)
 
 
 def test_a_search_that_ends_where_a_flat_begins_still_hands_out_every_sample() -> None:

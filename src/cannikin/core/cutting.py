@@ -1,8 +1,8 @@
-"""How an epoch is cut into steps and a step into the ranks' slices, and where in an epoch a loader stands.
+"""Cuts an epoch into steps and a step into the ranks' slices, and knows where in an epoch a loader stands.
 
-Everything here is arithmetic on whole numbers that comes out the same on every rank, so no rank asks another. An epoch
-is a line of samples; each step takes the next B of them, and the ranks take contiguous slices of those in rank order.
-A checkpoint therefore needs one number, the samples handed out so far, and fits any number of ranks and any plan.
+Everything here is whole-number arithmetic with the same result on every rank, so no rank asks another. An epoch is a
+line of samples; each step takes the next B of them, and the ranks take contiguous slices of those in rank order. A
+checkpoint therefore needs one number, the samples handed out so far, and fits any number of ranks and any plan.
 """
 
 from __future__ import annotations
@@ -18,27 +18,32 @@ from cannikin.core.values import NO_MAX, Job
 from cannikin.errors import InvalidInputError, StateError
 
 Bounds = tuple[int | None, int | None] | Sequence[tuple[int | None, int | None]]
-"""`(low, high)` for all ranks or one such pair a rank; None leaves a side at its default."""
+"""`(low, high)` for all ranks or one such pair per rank; None leaves a side at its default."""
 
 MAX_SEED = 2**63 - 1
 """Seeds travel between ranks as 64-bit integers."""
 
 
+def least_local(has_batch_norm: bool) -> int:
+    """Return the fewest samples that a rank should train on: BatchNorm cannot normalise a single one."""
+    return 2 if has_batch_norm else 1
+
+
 def cut(local_batches: Sequence[int], remaining: int, *, min_local: int = 1) -> tuple[tuple[int, int], ...]:
-    """The next step's slices, `(start, count)` one a rank, `start` counted from the first sample not yet handed out.
+    """Return the next step's slices, one `(start, count)` per rank, counted from the first sample not handed out yet.
 
     With at least B samples left rank i gets its b_i. With fewer, R, they are split in proportion to the plan,
 
         q_i = R b_i / B,    rounded by largest remainders,
 
     but every rank gets at least `min_local` samples where R suffices, and where it does not, the ranks with the
-    smallest local batches get none (a padding batch). No rank ever gets more than its b_i, which may be all its
-    memory holds; where that leaves no other way, one rank gets fewer than `min_local`.
+    smallest local batches get none (a padding batch). No rank ever gets more than its b_i, which may be all that its
+    memory holds; one rank gets fewer than `min_local` if there is no other way.
 
     Args:
         local_batches: b_i of the plan in force.
         remaining: samples of the epoch not yet handed out, >= 0.
-        min_local: fewest samples a rank should train on; 2 for BatchNorm, which cannot normalise a single one.
+        min_local: fewest samples that a rank should train on (`least_local`).
 
     Examples:
         >>> cut([6, 2], 100)
@@ -56,7 +61,7 @@ def cut(local_batches: Sequence[int], remaining: int, *, min_local: int = 1) -> 
 
 
 def _resplit(local_batches: Sequence[int], remaining: int, min_local: int) -> list[int]:
-    """Counts of a short last batch."""
+    """Return the counts of a short last batch."""
     by_size = sorted((i for i, size in enumerate(local_batches) if size), key=lambda i: (-local_batches[i], i))
     chosen = by_size[: remaining // min_local]
     counts = [0] * len(local_batches)
@@ -64,7 +69,7 @@ def _resplit(local_batches: Sequence[int], remaining: int, min_local: int) -> li
         for i in by_size:
             counts[i] = min(local_batches[i], remaining - sum(counts))
         return counts
-    while True:  # ranks whose share is below the minimum get the minimum, the others share what is left
+    while True:  # ranks whose share is below the minimum get the minimum, the others share the rest
         rest = remaining - sum(counts)
         weight = sum(local_batches[i] for i in chosen)
         low = [i for i in chosen if rest * local_batches[i] < min(min_local, local_batches[i]) * weight]
@@ -82,7 +87,7 @@ def _resplit(local_batches: Sequence[int], remaining: int, min_local: int) -> li
 
 
 def num_steps(remaining: int, total_batch: int, *, drop_last: bool = False) -> int:
-    """Steps that `remaining` samples make at a total batch of `total_batch`.
+    """Return the number of steps that `remaining` samples make at a total batch of `total_batch`.
 
     Examples:
         >>> num_steps(10, 4), num_steps(10, 4, drop_last=True)
@@ -92,7 +97,7 @@ def num_steps(remaining: int, total_batch: int, *, drop_last: bool = False) -> i
 
 
 def whole_number(name: str, value: object, *, low: int, high: int | None = None) -> int:
-    """`value` as an int, or an error that names the argument and its limits."""
+    """Return `value` as an int, or raise an error that names the argument and its limits."""
     limit = f"a whole number of at least {low}" + ("" if high is None else f" and at most {high}")
     try:
         if isinstance(value, bool | np.bool_):
@@ -115,7 +120,7 @@ def make_job(
     num_samples: int | None = None,
     has_batch_norm: bool = False,
 ) -> Job:
-    """What the planner may choose from, out of a loader's arguments.
+    """Make the job of a loader's arguments: what the planner may choose from.
 
     `max_batch_size` is cut to the length of an epoch, which no step can exceed.
 
@@ -135,20 +140,13 @@ def make_job(
             raise InvalidInputError(
                 f"local_batches={local_batches} pins the split, so {other} has no use: leave it out"
             )
-        pinned = _pinned(local_batches, num_ranks, batch_size)
-        return Job(
-            num_ranks=num_ranks, batch_size=batch_size, min_local=pinned, max_local=pinned, num_samples=num_samples
-        )
+        low = high = _pinned(local_batches, num_ranks, batch_size)
+    else:
+        low, high = _bounds(local_bounds, num_ranks, default_low=least_local(has_batch_norm))
     if max_batch_size is not None:
         max_batch_size = whole_number("max_batch_size", max_batch_size, low=1)
-        if max_batch_size < batch_size:
-            raise InvalidInputError(
-                f"max_batch_size={max_batch_size} is below batch_size={batch_size}: it is what the total may grow to; "
-                "raise it, or leave it out for a total that stays"
-            )
         if num_samples is not None:
-            max_batch_size = max(batch_size, min(max_batch_size, num_samples))
-    low, high = _bounds(local_bounds, num_ranks, default_low=2 if has_batch_norm else 1)
+            max_batch_size = min(max_batch_size, max(batch_size, num_samples))
     if has_batch_norm and local_bounds is None and sum(low) > batch_size:
         raise InvalidInputError(
             f"batch_size={batch_size} is below {sum(low)}: the model has BatchNorm, so each of the {num_ranks} ranks "
@@ -167,7 +165,8 @@ def make_job(
 def _pinned(local_batches: Sequence[int], num_ranks: int, batch_size: int) -> tuple[int, ...]:
     sizes = tuple(whole_number(f"local_batches[{i}]", size, low=1) for i, size in enumerate(local_batches))
     if len(sizes) != num_ranks:
-        raise InvalidInputError(f"local_batches={list(sizes)} has {len(sizes)} sizes for {num_ranks} ranks: one a rank")
+        count = f"{len(sizes)} sizes for {num_ranks} ranks"
+        raise InvalidInputError(f"local_batches={list(sizes)} has {count}: give one per rank")
     if sum(sizes) != batch_size:
         raise InvalidInputError(
             f"local_batches={list(sizes)} sum to {sum(sizes)}, not batch_size={batch_size}: batch_size is the total "
@@ -199,10 +198,10 @@ class EpochState:
 
 
 class Bookmark:
-    """Which epoch the next pass begins, where in it, and what a checkpoint says.
+    """Which epoch the next pass begins, where in it, and what a checkpoint holds.
 
-    A pass that is broken off abandons its epoch in this process; a checkpoint taken after it still says where it
-    stood, so that a run stopped by its loop's `break` and resumed elsewhere misses nothing.
+    A pass that is broken off abandons its epoch in this process. A checkpoint taken after it still holds its position,
+    so that a run that its loop's `break` stopped misses nothing when it is resumed elsewhere.
 
     Examples:
         >>> mark = Bookmark(num_samples=10, seed=0, shuffle=True)
@@ -226,29 +225,29 @@ class Bookmark:
 
     @property
     def epoch(self) -> int:
-        """The epoch underway; between passes the one that the next pass begins."""
+        """The epoch underway; between passes, the epoch that the next pass begins."""
         return self._saved.epoch if self.underway else self.next.epoch
 
     def begin(self) -> EpochState:
-        """Start the next pass: where it begins."""
+        """Start the next pass, and return where it begins."""
         self._saved, self.underway = self.next, True
         self.next = EpochState(epoch=self._saved.epoch + 1)
         return self._saved
 
     def advance(self, position: int) -> None:
-        """A batch was handed out: `position` samples of the epoch now are."""
+        """Note that `position` samples of the epoch have been handed out."""
         self._saved = EpochState(epoch=self._saved.epoch, position=position)
 
     def finish(self) -> None:
-        """The pass came to the end of its epoch."""
+        """Note that the pass came to the end of its epoch."""
         self._saved, self.underway = self.next, False
 
     def end(self) -> None:
-        """The pass is over, at its end or broken off."""
+        """Note that the pass is over, at its end or broken off."""
         self.underway = False
 
     def set_epoch(self, epoch: int) -> None:
-        """Make `epoch` the next pass's; a loaded position in that same epoch is kept."""
+        """Let the next pass begin `epoch`; a loaded position in that same epoch is kept."""
         epoch = whole_number("epoch", epoch, low=0)
         if epoch != self.next.epoch:
             self.next = EpochState(epoch=epoch)
@@ -256,7 +255,7 @@ class Bookmark:
             self._saved = self.next
 
     def state_dict(self) -> dict[str, int]:
-        """Plain numbers: epoch, samples handed out, and what makes this order of samples the one it is."""
+        """Return the epoch, the samples handed out, and what this order of samples depends on, as plain numbers."""
         return {"epoch": self._saved.epoch, "position": self._saved.position, **self._identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

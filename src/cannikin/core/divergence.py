@@ -6,18 +6,21 @@ import numpy as np
 
 from cannikin.core.values import StepWindow
 
-_LOST = 30  # steps in a row without a finite gradient after which somebody should look
+_LOST = 30  # steps in a row without a finite gradient, after which the user is warned
 
 
 class Divergence:
-    """Counts steps without a finite gradient since the last good one; a GradScaler that looks for its scale has few."""
+    """Counts steps without a finite gradient since the last good one.
+
+    A GradScaler that looks for its scale has a few such steps, far fewer than `_LOST`.
+    """
 
     def __init__(self) -> None:
         self._num_lost = 0
-        self._began = ""  # where the first of them was
+        self._began = ""  # where the first of these steps was, in words
 
     def observe(self, window: StepWindow) -> str | None:
-        """What to tell the user, once, when the training seems to be lost."""
+        """Return a warning for the user, once, when the training seems to be lost."""
         good = np.flatnonzero(window.valid.all(axis=1) & ~window.overflowed)
         lost = np.flatnonzero(window.overflowed)
         if len(good):
@@ -36,7 +39,7 @@ class Divergence:
 
 
 def _began(window: StepWindow, row: int) -> str:
-    """At which step it began, and on which ranks where it was not on all; their norms are not taken in every step."""
+    """Say at which step it began, and on which ranks if not on all; ranks' norms are not taken in every step."""
     ranks = np.flatnonzero(np.isinf(window.local_sqnorm[row])).tolist()
     where = ""
     if 0 < len(ranks) < window.num_ranks:

@@ -1,8 +1,8 @@
-"""From measured times to a performance model: pure fits, without memory (paper, sections 4.2 and 4.5).
+"""Fits a performance model to measured times: pure functions, without memory (paper, sections 4.2 and 4.5).
 
 Times scatter in proportion to themselves, so errors are relative throughout: a curve max(floor, fixed + slope b) is
 fitted to averages y_k of repeated steps at batch b_k by least squares of 1 - f(b_k)/y_k. Two different batches identify
-a line; one does not, and then the result says so and leans on a weak prior for the fixed share.
+a line. With one batch only, the curve leans on a weak prior for the fixed share, and `CurveFit.known` is false.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from cannikin.core.perf import Curve
 from cannikin.core.values import BoolArray, FloatArray, StepWindow
 
 # Prior on the fixed share of a time, mean and standard deviation. Public single-GPU measurements of ResNets, BERT and
-# DeepSpeech2 on five kinds of GPU have shares from .1 to .8 at usual batches. It weighs little: a sixth of a step at
-# 10% noise, and less where times are steadier.
+# DeepSpeech2 on five kinds of GPU have shares from .1 to .8 at usual batches. The prior weighs little: as much as a
+# sixth of a step at 10% noise, and less where times are steadier.
 _FIXED_SHARE = 0.5
 _FIXED_SHARE_SD = 0.25
 # How much better (chi squared) a floor must describe the points before it is believed: three standard deviations.
@@ -34,7 +34,7 @@ class CurveFit:
 def fit_curves(
     batches: FloatArray, seconds: FloatArray, weights: FloatArray, noise: float, trust: FloatArray | None = None
 ) -> CurveFit:
-    """One curve a rank through averages of repeated measurements.
+    """Fit one curve per rank to averages of repeated measurements.
 
         minimise  sum_k w_k (1 - f(b_k)/y_k)^2 / noise^2 + prior,   f(b) = max(F, s + q b),  s, q, F >= 0
 
@@ -69,7 +69,7 @@ def fit_curves(
 def _lines(
     batches: FloatArray, seconds: FloatArray, weights: FloatArray, noise: float, trust: FloatArray
 ) -> tuple[FloatArray, FloatArray]:
-    """Fixed and per-sample time of the line through points m, m+1, ... for every m, neither negative, [n, K]."""
+    """Return fixed and per-sample time of the line through points m, m+1, ... for every m, neither negative, [n, K]."""
 
     def tail_sums(values: FloatArray) -> FloatArray:
         sums: FloatArray = values[:, ::-1].cumsum(axis=1)[:, ::-1]
@@ -92,7 +92,7 @@ def _lines(
 
 
 def _floors(seconds: FloatArray, weights: FloatArray) -> FloatArray:
-    """The floor that the first m points set, for every m; none for m = 0, [n, K]."""
+    """Return the floor that the first m points set, for every m; 0 for m = 0, [n, K]."""
     weight, inverse = weights.cumsum(axis=1), (weights / seconds).cumsum(axis=1)
     floor = np.zeros_like(seconds)
     np.divide(weight[:, :-1], inverse[:, :-1], out=floor[:, 1:], where=inverse[:, :-1] > 0)
@@ -100,7 +100,7 @@ def _floors(seconds: FloatArray, weights: FloatArray) -> FloatArray:
 
 
 def _known(batches: FloatArray, weights: FloatArray, noise: float) -> BoolArray:
-    """Whether the points lie so far apart that the slope's share of the time is known to a third or better."""
+    """Return where points lie so far apart that the slope's share of the time is known to a third or better, [n]."""
     total = weights.sum(axis=1)
     mean = (weights * batches).sum(axis=1) / np.maximum(total, 1e-300)
     spread = (weights * (batches - mean[:, None]) ** 2).sum(axis=1)
@@ -109,11 +109,11 @@ def _known(batches: FloatArray, weights: FloatArray, noise: float) -> BoolArray:
 
 
 def bucket_times(window: StepWindow) -> FloatArray:
-    """All-reduce time of each bucket in each step, freed of waiting for slower ranks, seconds, [S, J].
+    """Return the all-reduce time of each bucket in each step, without waits for slower ranks, seconds, [S, J].
 
-    Rank r sees d_j = D_j - max(ready_j, D_{j-1}) with D_j = max(done_1..done_j). Where bucket j was queued behind its
-    predecessor on every rank (ready_j < D_{j-1}), nobody waited for gradients: the median over ranks. Otherwise
-    the least over the ranks where it was not queued, one of which came last and waited for nobody.
+    Each rank sees d_j = D_j - max(ready_j, D_{j-1}) with D_j = max(done_1..done_j). If bucket j was queued behind its
+    predecessor on every rank (ready_j < D_{j-1}), no rank waited for gradients: take the median of d_j over the ranks.
+    Otherwise take the least over the ranks where it was not queued: the last of these to be ready waited for no other.
     """
     valid = window.valid[..., None]
     ready, done = (np.where(valid, times, 0.0) for times in (window.ready_s, window.done_s))
@@ -132,9 +132,9 @@ def bucket_times(window: StepWindow) -> FloatArray:
 
 
 def trimmed_mean(values: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Mean over axis 0 without values further than 4 robust standard deviations from the median, and its variance.
+    """Return the mean over axis 0 of values within 4 robust standard deviations of the median, and its variance.
 
-    NaNs are left out; where there is nothing else, both are NaN.
+    NaNs are left out; where all values are NaN, both results are NaN.
     """
     empty = np.isnan(values).all(axis=0)
     known = np.where(empty, 0.0, values)
@@ -150,10 +150,10 @@ def trimmed_mean(values: FloatArray) -> tuple[FloatArray, FloatArray]:
 
 
 def middle_of(values: FloatArray, cut: float) -> FloatArray:
-    """The value in the middle of each row, [n, 1]; of two the lower, since slow outliers are the common kind.
+    """Return the lower median of each row, [n, 1], because outliers are usually slow.
 
-    But where as many of a row agree with the upper, to within `cut`, a rank is slow every other step, and the others
-    wait for those.
+    There is one exception. If at least as many values lie within `cut` of the upper median, the rank really is slow
+    every other step, so the upper one is returned.
 
     Example:
         >>> middle_of(np.array([[1.0, 3.0, 1.0, 5.0], [1.0, 3.0, 1.0, 3.0]]), 0.1).tolist()
@@ -167,7 +167,7 @@ def middle_of(values: FloatArray, cut: float) -> FloatArray:
 
 
 def pooled_gammas(means: FloatArray, variances: FloatArray) -> FloatArray:
-    """One overlap ratio a bucket for all ranks: inverse-variance weighting (paper, section 4.5), [J].
+    """Return one overlap ratio per bucket for all ranks, by inverse-variance weighting (paper, section 4.5), [J].
 
         gamma = sum_i (gamma_i / var_i) / sum_i (1 / var_i)
 
@@ -185,11 +185,11 @@ def pooled_gammas(means: FloatArray, variances: FloatArray) -> FloatArray:
 
 
 def shrunken_gammas(means: FloatArray, variances: FloatArray) -> FloatArray:
-    """Each rank's own overlap ratios, pulled towards the common one as far as they differ by chance only, [n, J].
+    """Return each rank's own overlap ratios, pulled towards the common one as far as they differ by chance, [n, J].
 
-    The paper assumes one ratio for all devices, which is wrong with false confidence where they differ. This is the
-    random-effects form (DerSimonian and Laird): tau^2 is the variance between ranks beyond that of the measurements,
-    and with tau = 0 it is the paper's inverse-variance weighting.
+    The paper assumes one ratio for all devices, which is wrong where they differ. This is the random-effects form
+    (DerSimonian and Laird): tau^2 is the variance between ranks beyond that of the measurements, and with tau = 0 it is
+    the paper's inverse-variance weighting.
 
         gamma_i' = mu + tau^2/(tau^2 + var_i) (gamma_i - mu)
 

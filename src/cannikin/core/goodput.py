@@ -21,7 +21,8 @@ from cannikin.errors import InvalidInputError
 class TotalChoice:
     """The total batch to train with next, its goodput over that of the present one, and why.
 
-    `totals` are the candidates and `goodputs` what each gives, in samples at B0 a second; 0 where ranks cannot hold it.
+    `totals` are the candidates. `goodputs` says what each gives, in samples at B0 per second; 0 where the ranks cannot
+    hold it.
     """
 
     total_batch: int
@@ -34,15 +35,15 @@ class TotalChoice:
 def efficiency(
     total_batch: npt.ArrayLike, *, initial_batch: float, noise_trace: float, signal_sqnorm: float
 ) -> FloatArray:
-    """How much one sample is worth in a batch of B against one of B0, from 0 to 1.
+    """Return how much one sample is worth in a batch of B against one of B0, from 0 to 1.
 
         efficiency(B) = (S + B0 max(G, 0)) / (S + B max(G, 0))
 
     Args:
         total_batch: B, any shape.
         initial_batch: B0.
-        noise_trace: S, per sample; below 0 it counts as 0.
-        signal_sqnorm: G; where it is not positive the noise drowns it and every sample counts in full.
+        noise_trace: S; below 0 it counts as 0.
+        signal_sqnorm: G; where it is not positive, noise drowns the signal and every sample counts in full.
 
     Example:
         >>> efficiency([64, 192], initial_batch=64, noise_trace=64.0, signal_sqnorm=1.0).tolist()
@@ -52,12 +53,12 @@ def efficiency(
     batches = np.asarray(total_batch, dtype=np.float64)
     if signal == 0.0:
         return np.ones_like(batches)
-    worth: FloatArray = (noise + initial_batch * signal) / (noise + batches * signal)
-    return worth
+    shares: FloatArray = (noise + initial_batch * signal) / (noise + batches * signal)
+    return shares
 
 
 def total_grid(lowest: int, highest: int, num: int = 50) -> IntArray:
-    """At most `num` whole total batches in geometric progression, both ends included.
+    """Return at most `num` whole total batches in geometric progression, both ends included.
 
     Example:
         >>> total_grid(64, 256, num=3).tolist()
@@ -70,20 +71,20 @@ def total_grid(lowest: int, highest: int, num: int = 50) -> IntArray:
 
 
 def choose_total(
-    totals: IntArray, step_s: FloatArray, worth: FloatArray, current_total: int, *, threshold: float = 0.05
+    totals: IntArray, step_s: FloatArray, efficiency: FloatArray, current_total: int, *, threshold: float = 0.05
 ) -> TotalChoice:
-    """The total batch of the highest goodput, if it beats the present one by more than the threshold.
+    """Choose the total batch of the highest goodput, if it beats the present one by more than the threshold.
 
     Args:
         totals: candidates, increasing, the present total among them.
         step_s: T(B) of each; inf where the ranks cannot hold it.
-        worth: efficiency(B) of each.
+        efficiency: efficiency(B) of each.
         current_total: the total batch now in force.
         threshold: share by which the goodput must grow, so that the total does not flap.
     """
     if current_total not in totals:
         raise InvalidInputError(f"current_total={current_total} is not among the candidates {totals.tolist()}")
-    goodput = totals / step_s * worth
+    goodput = totals / step_s * efficiency
     best = int(goodput.argmax())
     now = goodput[totals == current_total][0]
     chosen, gain = int(totals[best]), float(goodput[best] / now) if now > 0 else np.inf

@@ -1,10 +1,10 @@
-"""Learning the cluster's performance model while it trains (paper, section 4.2), in steps instead of epochs.
+"""Learns the cluster's performance model while it trains (paper, section 4.2), in steps instead of epochs.
 
 Each rank has a short history of averages: a local batch, the mean log time of forward (a) and of backward (P), and the
 number of steps behind it. Averages are of logarithms, since times scatter in proportion to themselves, and leave lone
 outliers out; old steps are forgotten slowly. A rank whose times leave its own history on one side (a clipped CUSUM of
 standardised residuals) has changed its speed: its history is multiplied by the observed factor, which keeps the shape
-of its curve, and made light, so that what comes next soon outweighs it.
+of its curve, and given little weight, so that later steps soon outweigh it.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from cannikin.core.values import BoolArray, FloatArray, IntArray, StepWindow
 from cannikin.errors import StateError
 
 _KEEP = 0.99  # share of its weight that a step keeps with every later step: a memory of about 100 steps
-_NEVER_FORGOTTEN = 4.0  # but an average keeps this many steps' worth: it may be all that tells the slope
+_NEVER_FORGOTTEN = 4.0  # an average keeps the weight of this many steps: nothing else may tell the slope
 _MAX_POINTS = 8  # averages kept for each rank
 _SAME_BATCH = 0.03  # local batches this close (in logarithms) share one average
-_NEAR_BATCH = 0.10  # an average this close, resting on this many steps, vouches for what a time should be;
-_MIN_WEIGHT = 2.5
-# Elsewhere the fitted curve does, less this much for being a fit, and more with the distance in logarithms.
+# An average this close (in logarithms) that rests on at least so many steps says what a time should be.
+_NEAR_BATCH, _MIN_WEIGHT = 0.10, 2.5
+# Elsewhere the fitted curve says it, with an allowance for the error of the fit that grows with the distance.
 _ALLOWANCE, _DISTANCE_ALLOWANCE, _LARGE_ALLOWANCE = 0.2, 0.3, 0.5
-# Times are a line within a few per cent only: GPUs work in waves, and like some sizes better. A point vouches for the
-# line where the rank runs now to this standard deviation, times the root of the distance in logarithms.
+# Times lie on a line within a few per cent only, because GPUs work in waves and some sizes suit them better. A point
+# at another batch tells of the present one to this standard deviation, times the root of the distance in logarithms.
 _WAVES = 0.05
 _OUTLIER = 3.0  # standard deviations
-_LEAST_CHANGE = 0.04  # what counts as a standard deviation at least: times wander by some per cent, and are followed
-_AFTER_CHANGE = 4.0  # steps' worth of weight that a rescaled history keeps
+_LEAST_CHANGE = 0.04  # the least standard deviation for changes of speed: averages follow a drift of a few per cent
+_AFTER_CHANGE = 4.0  # weight, in steps, that a rescaled history keeps
 _CUSUM_DRIFT, _CUSUM_ALARM, _CUSUM_CLIP = 0.5, 9.0, 3.0  # in standard deviations: four steps of a doubled time
 _RECENT = 32  # steps whose median gives communication times and overlap ratios
 _LEAST_NOISE, _MOST_NOISE = 0.01, 0.5  # bounds on the relative scatter that is believed
@@ -75,8 +75,8 @@ class Learner:
         self._update_noise(window, logs)
         kept = np.minimum(self._weights, _NEVER_FORGOTTEN)
         self._weights = np.maximum(self._weights * _KEEP**window.num_steps, kept)
-        told = np.where(promised, residuals, np.nan)
-        changed_at, self._cusum = find_changes(told, self._scatter(_LEAST_CHANGE), self._cusum)
+        trusted = np.where(promised, residuals, np.nan)
+        changed_at, self._cusum = find_changes(trusted, self._scatter(_LEAST_CHANGE), self._cusum)
         changes = []
         for rank in range(self.num_ranks):
             steps = np.flatnonzero(window.valid[:, rank])
@@ -94,15 +94,14 @@ class Learner:
         return tuple(changes)
 
     def model(self, low: IntArray, high: IntArray) -> ModelFit:
-        """The cluster as measured so far, with these bounds on the local batches."""
+        """Return the cluster as measured so far, with these bounds on the local batches."""
         measured = (self._weights.min(axis=0) > 0).any(axis=1)
         if not measured.all():
-            reason = (
-                f"rank {int(measured.argmin())} has not been measured yet" if measured.any() else "no step measured yet"
-            )
+            rank = f"rank {int(measured.argmin())} has not been measured yet"
+            reason = rank if measured.any() else "no step measured yet"
             return ModelFit(cluster=None, known=measured & False, reason=reason)
         (forward, a_known), (backward, p_known) = self._curves()
-        # Without a word on communication it counts as none: the split then balances the computation.
+        # While communication is not known it counts as 0: the split then balances the computation.
         gammas, tails = self.buckets() or (np.ones((self.num_ranks, 1)), np.zeros(1))
         cluster = Cluster(
             forward=forward,
@@ -118,19 +117,19 @@ class Learner:
 
     @property
     def precision(self) -> float:
-        """Relative standard error of the time of the rank that is known least."""
+        """Relative standard error of the time of the rank that is known least well."""
         steps = self._weights.min(axis=0).sum(axis=1).min()
         return float(self.noise / np.sqrt(steps)) if steps > 0 else 1.0
 
     def batch_range(self) -> tuple[FloatArray, FloatArray]:
-        """Smallest and largest local batch that each rank's history still holds."""
+        """Return the smallest and largest local batch that each rank's history still holds."""
         seen = self._weights.max(axis=0) > 0
         smallest = np.where(seen, self._batches, np.inf).min(axis=1)
         largest = np.where(seen, self._batches, 0.0).max(axis=1)
         return smallest, largest
 
     def buckets(self) -> tuple[FloatArray, FloatArray] | None:
-        """Overlap ratios, [n, J], and tails, [J], as measured so far; None before that."""
+        """Return overlap ratios, [n, J], and tails, [J]; None before any were measured."""
         if not len(self._comm):
             return None
         gammas = shrunken_gammas(*trimmed_mean(self._gammas)).clip(0.0, 1.0)
@@ -138,16 +137,16 @@ class Learner:
         return gammas, trimmed_mean(self._comm)[0][::-1].cumsum()[::-1]
 
     def history(self, rank: int) -> FloatArray:
-        """One rank's averages: local batches, times of forward and of backward, steps, [4, K]."""
+        """Return one rank's averages: local batches, times of forward and of backward, steps, [4, K]."""
         steps = self._weights[:, rank].min(axis=0)
         table = np.stack([self._batches[rank], *np.exp(self._logs[:, rank]), steps])
         return table[:, steps > 0]
 
     def fill(self, rank: int, table: FloatArray) -> None:
-        """Begin with a history from another run, as `history` returned it, made light.
+        """Begin with a history from another run, as `history` returned it, with little weight.
 
-        Every average counts as one step, so that the curve keeps its shape. The one that rested on most counts as just
-        so many that a rank which has become slower or faster since is found out.
+        Every average counts as one step, so that the curve keeps its shape. The one that rested on most steps counts as
+        just as many as it takes to notice that the rank has become slower or faster since.
         """
         steps = np.minimum(table[3], 1.0)
         steps[table[3].argmax()] = _MIN_WEIGHT
@@ -176,11 +175,12 @@ class Learner:
         return f"rank {rank} has run local batches {seen} only: too close together to tell fixed from per-sample time"
 
     def _residuals(self, window: StepWindow, logs: FloatArray) -> tuple[FloatArray, BoolArray]:
-        """Log time over what the rank's history promises, NaN without one, and where that is more than a guess.
+        """Return log time over what the rank's history promises, NaN without one, and where the promise is trusted.
 
-        A solid average at nearly the same batch is moved along the fitted curve. Elsewhere the curve itself is asked,
-        and only what exceeds an allowance for its error counts: a small one between batches that were seen where the
-        curve is known, a large one, which tells outliers but no change of speed, beyond.
+        Near a batch with a solid average, that average is moved along the fitted curve. Elsewhere the curve itself is
+        the promise, and only the excess over an allowance for its error counts. Between batches that were seen, where
+        the curve is known, the allowance is small. Beyond them it is large, and the excess tells outliers only: it is
+        not trusted for changes of speed.
         """
         residuals, promised = np.full(logs.shape, np.nan), np.zeros(window.valid.shape, dtype=np.bool_)
         if not (self._weights.min(axis=0) > 0).any(axis=1).all():
@@ -204,7 +204,7 @@ class Learner:
         return residuals, window.valid & (near | between)
 
     def _update_noise(self, window: StepWindow, logs: FloatArray) -> None:
-        """Relative scatter, from neighbouring steps with the same local batch."""
+        """Learn the relative scatter from neighbouring steps with the same local batch."""
         same = (np.diff(window.local_batches, axis=0) == 0) & window.valid[1:] & window.valid[:-1]
         steps = np.abs(np.diff(logs, axis=1))[:, same]
         if steps.size:
@@ -213,17 +213,17 @@ class Learner:
             self.noise = scatter if self.noise == 0.0 else 0.7 * self.noise + 0.3 * scatter
         for rank in np.flatnonzero(same.sum(axis=0) >= 3):
             own = float(np.median(np.abs(np.diff(logs[:, :, rank], axis=1))[:, same[:, rank]])) / 0.9539
-            # Slowly: two outliers in a short window must not pass for a noisy rank.
+            # The weight is small: two outliers in a short window must not pass for a noisy rank.
             before = self._rank_noise[rank] or self.noise
             self._rank_noise[rank] = before + 0.1 * (min(own, _MOST_NOISE) - before)
 
     def _scatter(self, least: float) -> FloatArray:
-        """Each rank's standard deviation: its own where that is larger than everybody's, [n]."""
+        """Return each rank's standard deviation: its own where that is larger than the common one, [n]."""
         scatter: FloatArray = np.clip(np.maximum(self._rank_noise, self.noise), least, _MOST_NOISE)
         return scatter
 
     def _rescale(self, rank: int, residuals: FloatArray) -> float:
-        """Multiply a rank's history by the factor its times have changed by, make it light, and return the factor."""
+        """Multiply a rank's history by the factor of its change, lower its weight, and return the factor."""
         factor = np.nanmedian(residuals, axis=1)
         self._logs[:, rank] += factor[:, None]
         total = self._weights[:, rank].sum(axis=1, keepdims=True)
@@ -245,20 +245,20 @@ class Learner:
             values = logs[:, same, rank]
             off = residuals[:, same, rank]
             cut = _OUTLIER * self._scatter(_LEAST_NOISE)[rank]
-            middle = middle_of(values, cut)
             alone = np.isnan(off) | (~promised[same, rank] & (len(same) >= 3))
-            # Where most of them are off and no change of speed is in the air, it is the history that is wrong.
+            # If most steps of this window disagree with the history and no speed change is suspected (CUSUM at 0), the
+            # history is wrong: trust the window.
             alone |= (np.mean(np.abs(off) > cut, axis=1, keepdims=True) > 0.5) & ~self._cusum[:, rank].any()
-            off = np.where(alone, values - middle, off)
+            off = np.where(alone, values - middle_of(values, cut), off)
             inlier = np.abs(off) <= cut
             count = inlier.sum(axis=1)
             mean = np.where(inlier, values, 0.0).sum(axis=1) / np.maximum(count, 1)
             self._merge(rank, float(batch), mean, count)
 
     def _merge(self, rank: int, batch: float, logs: FloatArray, counts: IntArray | FloatArray) -> None:
-        """Add an average to a rank's history; the two points nearest to each other become one where there is no room.
+        """Add an average to a rank's history; where there is no room, the two nearest points become one.
 
-        The history has one place more than is kept, so the new point can always be put down first.
+        The history has one place more than is kept, so that there is always a place for the new point.
         """
         points, weights = self._batches[rank], self._weights[:, rank]
         points[-1], self._logs[:, rank, -1], weights[:, -1] = batch, logs, counts
@@ -288,7 +288,7 @@ class Learner:
         usable = window.valid.mean(axis=1) >= 0.5
         if not usable.any():
             return
-        if self._comm.shape[1] != window.num_buckets:  # DDP has rebuilt its buckets: the old ones tell nothing
+        if self._comm.shape[1] != window.num_buckets:  # DDP has rebuilt its buckets: forget the times of the old ones
             self._comm = np.zeros((0, window.num_buckets))
             self._gammas = np.zeros((0, self.num_ranks, window.num_buckets))
         valid = window.valid[..., None]
@@ -297,7 +297,7 @@ class Learner:
         self._gammas = np.concatenate([self._gammas, gammas[usable]])[-_RECENT:]
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything learned, as plain lists and numbers."""
+        """Return everything learned, as plain lists and numbers."""
         # An overlap ratio that a rank did not measure is NaN, which is not JSON.
         arrays = {name: [None if x != x else x for x in getattr(self, name).ravel().tolist()] for name in _ARRAYS}
         return {
@@ -328,12 +328,12 @@ _ARRAYS = ("_present", "_batches", "_logs", "_weights", "_cusum", "_comm", "_gam
 
 
 def find_changes(residuals: FloatArray, scatter: FloatArray, cusum: FloatArray) -> tuple[IntArray, FloatArray]:
-    """The step of a window at which each rank's speed changed, its length where it did not; and the sums after it.
+    """Return the step of a window at which each rank's speed changed (S where it did not), and the sums after it.
 
     Args:
-        residuals: log time over what was promised, of forward and of backward, [2, S, n]; NaN where nothing was.
-        scatter: what counts as a standard deviation of each rank, [n].
-        cusum: the sums before this window, of slower and of faster, [2, n]; 0 in the beginning and after a change.
+        residuals: log time over what was promised, of forward and of backward, [2, S, n]; NaN without a promise.
+        scatter: standard deviation of each rank, [n].
+        cusum: the sums before this window, for slower and for faster, [2, n]; 0 at the start and after a change.
 
     Example:
         >>> slower = np.full((2, 6, 1), 0.7)

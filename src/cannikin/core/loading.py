@@ -1,11 +1,14 @@
 """Which ranks wait for their data, and how long their loaders need for a batch: the L_i(b) of `perf`.
 
-Loading overlaps the step, so it shows only where it is the slower of the two: the whole interval of a rank that waits
-for its data is one observation of L_i, provided that the others wait for it: a rank that waits for them in the all-
-reduce as well was not held up by its loader, but by the moment that taking a batch from a worker always costs. At a
-split that takes this into account there is next to no wait left, so a missing wait alone proves nothing. It does where
-the line promises one; elsewhere the line is lowered little by little, since the loader may have become faster
-meanwhile, until a wait confirms it or it no longer matters.
+Loading overlaps the step, so it shows only where it is the slower of the two. Three rules follow:
+
+1. The whole interval of a rank that waits for its data is one observation of L_i, if the other ranks wait for this one.
+   (A rank that waits for others in the all-reduce was not held up by its loader: to take a batch from a worker always
+   costs a moment.)
+2. Where the line L_i promises a wait and there is none, the line is wrong and is dropped.
+3. Where the line promises next to no wait, a missing wait proves nothing: the split has taken the line into account.
+   The line is then lowered a little in every window, since the loader may have become faster, until a wait confirms it
+   or it no longer matters.
 """
 
 from __future__ import annotations
@@ -17,16 +20,16 @@ import numpy as np
 from cannikin.core.perf import Curve
 from cannikin.core.values import BoolArray, StepWindow
 
-_WAITS = 0.2  # share of the interval from which a wait counts, in most steps of a window: handing over may take 15%,
-_STILL_WAITS = 0.1  # and from which it confirms a line that is known
+_WAITS = 0.2  # a wait counts from this share of the interval, in most steps of a window: handing over may take 15%
+_STILL_WAITS = 0.1  # a wait confirms a line that is known from this share of the interval
 _NEAR = 0.05  # shares of the interval that differ by less are taken as equal
 _APART = 1.25  # local batches with this ratio tell fixed from per-sample time
-_FADE = 0.99  # of a line that no wait confirms, a window
+_FADE = 0.99  # factor per window on a line that no wait confirms
 _IDLE = 0.8  # below this share of the interval a line no longer matters
 
 
 def _is_last(window: StepWindow) -> BoolArray:
-    """Ranks that the others wait for in the all-reduce, or that wait there no longer than for their data, [S, n]."""
+    """Return which ranks the others wait for in the all-reduce, or wait there no longer than for their data, [S, n]."""
     reducing_s = np.where(window.valid, window.done_s[..., -1] - window.ready_s[..., -1], np.inf)
     with np.errstate(invalid="ignore"):  # inf - inf, where no rank is valid
         slack_s = reducing_s - reducing_s.min(axis=1, keepdims=True)
@@ -35,7 +38,7 @@ def _is_last(window: StepWindow) -> BoolArray:
 
 
 class LoadHistory:
-    """For each rank whose loader is the limit the last two local batches, far enough apart, with their intervals."""
+    """The last two local batches, far enough apart, and their intervals, of each rank whose loader is the limit."""
 
     def __init__(self, num_ranks: int) -> None:
         self._batches = np.zeros((2, num_ranks))  # the latest, and one other; 0 where there is none
@@ -48,7 +51,7 @@ class LoadHistory:
         return known
 
     def observe(self, window: StepWindow) -> None:
-        """Take in one window; steps marked invalid are left out."""
+        """Take in one window, without the steps marked invalid."""
         if not window.load_s.any() and not self.known.any():
             return
         share = window.load_s / np.where(window.valid, window.interval_s, 1.0)
@@ -65,7 +68,7 @@ class LoadHistory:
                 self._doubt(rank, self.curve().at(np.full(window.num_ranks, batch))[rank] / interval_s)
 
     def curve(self) -> Curve:
-        """L_i: a line through both points of a rank, through the origin and the latest where there is one; else 0."""
+        """Return L_i: a line through both points of a rank, or through the origin and its only one; 0 without any."""
         (batch, other_batch), (seconds, other_seconds) = self._batches, self._seconds
         per_sample = np.divide(seconds, batch, out=np.zeros_like(batch), where=batch > 0)
         slope = np.divide(
@@ -87,14 +90,14 @@ class LoadHistory:
         self._batches[0, rank], self._seconds[0, rank] = batch, interval_s
 
     def _doubt(self, rank: int, promised: float) -> None:
-        """No wait, where the line promises loading of this share of the interval."""
+        """Lower or drop a line that promised loading of this share of the interval, where there was no wait."""
         if _IDLE <= promised <= 1 + _NEAR:
             self._seconds[:, rank] *= _FADE
         else:
             self._batches[:, rank] = self._seconds[:, rank] = 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything learned, as plain lists."""
+        """Return everything learned, as plain lists."""
         return {"batches": self._batches.tolist(), "seconds": self._seconds.tolist()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -31,29 +31,9 @@ class LrRule(Protocol):
         """
 
 
-def _adascale(total_batch: float, /, *, initial_batch: float, gain: float, progress: float) -> float:
-    return gain
-
-
-def _adamscale(total_batch: float, /, *, initial_batch: float, gain: float, progress: float) -> float:
-    return math.sqrt(gain)
-
-
-def _linear(total_batch: float, /, *, initial_batch: float, gain: float, progress: float) -> float:
-    return total_batch / initial_batch
-
-
-def _sqrt(total_batch: float, /, *, initial_batch: float, gain: float, progress: float) -> float:
-    return math.sqrt(total_batch / initial_batch)
-
-
-def _none(total_batch: float, /, *, initial_batch: float, gain: float, progress: float) -> float:
-    return 1.0
-
-
 @dataclass(frozen=True, kw_only=True)
 class Legw:
-    """Linear-epoch gradual warm-up (LEGW): the square root of B/B0, after a warm-up as many epochs long at any batch.
+    """Linear-epoch gradual warm-up (LEGW): the square root of B/B0, after a warm-up of as many epochs at any batch.
 
     Args:
         warmup_steps: length of the warm-up at the initial batch, in B0-steps.
@@ -66,24 +46,24 @@ class Legw:
     warmup_steps: float = 0.0
 
     def __call__(self, total_batch: float, /, *, initial_batch: float, gain: float, progress: float) -> float:
-        """See `LrRule`."""
+        """Return the factor, as `LrRule` describes it."""
         scale = total_batch / initial_batch
         warmup = self.warmup_steps * scale
         return math.sqrt(scale) * (min(1.0, progress / warmup) if warmup > 0 else 1.0)
 
 
 LR_RULES: dict[str, LrRule] = {
-    "adascale": _adascale,
-    "adamscale": _adamscale,
-    "linear": _linear,
-    "sqrt": _sqrt,
+    "adascale": lambda total_batch, /, *, initial_batch, gain, progress: gain,
+    "adamscale": lambda total_batch, /, *, initial_batch, gain, progress: math.sqrt(gain),
+    "linear": lambda total_batch, /, *, initial_batch, gain, progress: total_batch / initial_batch,
+    "sqrt": lambda total_batch, /, *, initial_batch, gain, progress: math.sqrt(total_batch / initial_batch),
     "legw": Legw(),
-    "none": _none,
+    "none": lambda total_batch, /, *, initial_batch, gain, progress: 1.0,
 }
 
 
 def rule_name(rule: LrRule) -> str:
-    """Return a rule as logs and messages say it, the same on every rank.
+    """Return the name of a rule for logs and messages, the same on every rank.
 
     Example:
         >>> rule_name(LR_RULES["sqrt"]), rule_name(Legw(warmup_steps=100))

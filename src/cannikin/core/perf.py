@@ -9,8 +9,8 @@ Legend, rank i of n, bucket j of J, local batch b:
     L_i(b)                       loading of the next batch, which overlaps all of this
     T = max( max over i, j of  a_i(b_i) + gamma_ij P_i(b_i) + C_j ,  max over i of  L_i(b_i) )
 
-The paper keeps the first and the last bucket only: gamma, C_1 = T_o + T_u and C_2 = T_u (`Cluster.two_point`). So every
-rank's time is the largest of a few lines alpha + beta b with beta >= 0, which is all that the split needs to know.
+The paper keeps the first and the last bucket only: gamma, C_1 = T_o + T_u and C_2 = T_u (`Cluster.two_point`). Every
+rank's time is thus the largest of a few lines alpha + beta b with beta >= 0, which is all that the split needs to know.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from cannikin.errors import InvalidInputError
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Curve:
-    """A duration as a function of the local batch, one entry a rank: max(floor_s, fixed_s + per_sample_s * b).
+    """A duration as a function of the local batch, one entry per rank: max(floor_s, fixed_s + per_sample_s * b).
 
-    A floor is what kernel launches set on a small batch; 0 means none.
+    A floor is the time that kernel launches take even on a small batch; 0 means no floor.
 
     Example:
         >>> Curve(fixed_s=[0.5], per_sample_s=[0.25], floor_s=[2.0]).at([[1], [8]]).ravel().tolist()
@@ -48,19 +48,19 @@ class Curve:
         for name, value in (("fixed_s", fixed), ("per_sample_s", per_sample_s), ("floor_s", floor_s)):
             array = np.zeros_like(fixed) if value is None else np.atleast_1d(np.array(value, dtype=np.float64))
             if array.shape != fixed.shape or array.ndim != 1:
-                raise InvalidInputError(f"{name} has shape {array.shape}, fixed_s has {fixed.shape}: give one a rank")
+                raise InvalidInputError(f"{name} has shape {array.shape}, fixed_s has {fixed.shape}: give one per rank")
             if not (np.isfinite(array) & (array >= 0)).all():
                 raise InvalidInputError(f"{name}={array.tolist()}: times must be finite and not negative")
             object.__setattr__(self, name, array)
 
     def at(self, local_batches: npt.ArrayLike) -> FloatArray:
-        """The duration at these local batches, seconds; the last axis is the rank."""
+        """Return the duration at these local batches, seconds; the last axis is the rank."""
         line = self.fixed_s + self.per_sample_s * np.asarray(local_batches, dtype=np.float64)
         floored: FloatArray = np.maximum(self.floor_s, line)
         return floored
 
     def take(self, ranks: IntArray) -> Curve:
-        """The curves of these ranks only."""
+        """Return the curves of these ranks only."""
         return Curve(fixed_s=self.fixed_s[ranks], per_sample_s=self.per_sample_s[ranks], floor_s=self.floor_s[ranks])
 
 
@@ -73,9 +73,9 @@ class Cluster:
         backward: P_i.
         gammas: share of backward after which each bucket is ready, [n, J], or [J] for one share on all ranks.
         tails_s: C_j, seconds, [J], not increasing.
-        min_batch, max_batch: bounds on each local batch, samples, [n]; 1 and none where left out.
-        names: one a rank, for people; `rank0`, `rank1`, ... where left out.
-        load: L_i, the time a rank's loader needs for a batch while the rank computes; none where left out.
+        min_batch, max_batch: bounds on each local batch, samples, [n]; 1 and no upper bound where left out.
+        names: one per rank, for people; `rank0`, `rank1`, ... where left out.
+        load: L_i, the time a rank's loader needs for a batch while the rank computes; no time where left out.
     """
 
     forward: Curve
@@ -140,7 +140,7 @@ class Cluster:
         names: Sequence[str] | None = None,
         load: Curve | None = None,
     ) -> Cluster:
-        """The paper's form: T = max_i max(a_i + P_i + T_u, a_i + gamma P_i + T_o + T_u).
+        """Make a cluster in the paper's form: T = max_i max(a_i + P_i + T_u, a_i + gamma P_i + T_o + T_u).
 
         Args:
             forward, backward, min_batch, max_batch, names, load: as in `Cluster`.
@@ -165,18 +165,18 @@ class Cluster:
         return len(self.forward.fixed_s)
 
     def without(self, rank: int) -> Cluster:
-        """The cluster after one rank has left, its ring all-reduce one rank shorter (`ring_factor`)."""
+        """Return the cluster after one rank has left; a ring all-reduce's bandwidth time goes as (n - 1)/n."""
         if not 0 <= rank < self.num_ranks:
             raise InvalidInputError(f"rank={rank}: this cluster has ranks 0 to {self.num_ranks - 1}")
         if self.num_ranks == 1:
             raise InvalidInputError(f"{self.names[0]!r} is the only rank: nothing would be left")
-        rest = np.delete(np.arange(self.num_ranks), rank)
+        rest, n = np.delete(np.arange(self.num_ranks), rank), self.num_ranks
         return replace(
             self,
             forward=self.forward.take(rest),
             backward=self.backward.take(rest),
             gammas=self.gammas[rest],
-            tails_s=self.tails_s * ring_factor(self.num_ranks, self.num_ranks - 1),
+            tails_s=self.tails_s * ((n - 2) / (n - 1) * n / (n - 1)),
             min_batch=self.min_batch[rest],
             max_batch=self.max_batch[rest],
             names=tuple(name for i, name in enumerate(self.names) if i != rank),
@@ -185,11 +185,11 @@ class Cluster:
 
     @cached_property
     def loads(self) -> bool:
-        """Whether loading takes any rank any time."""
+        """Whether some rank's loading takes time."""
         return bool(self.load.fixed_s.any() or self.load.per_sample_s.any() or self.load.floor_s.any())
 
     def lines(self) -> tuple[FloatArray, FloatArray]:
-        """Intercepts and slopes of every line a + gamma P + C of every rank, and of its loading, each [L, n]."""
+        """Return intercepts and slopes of every line a + gamma P + C of every rank, and of its loading, each [L, n]."""
         shares, tails_s = self.gammas.T, self.tails_s[:, None]
         alphas, betas = [], []
         for start_alpha, start_beta in _choices(self.forward):
@@ -203,36 +203,37 @@ class Cluster:
         return np.concatenate(alphas), np.concatenate(betas)
 
     def bucket_times(self, local_batches: npt.ArrayLike) -> FloatArray:
-        """a_i + gamma_ij P_i + C_j, seconds, [n, J]."""
+        """Return a_i + gamma_ij P_i + C_j, seconds, [n, J]."""
         before, backward = self.forward.at(local_batches), self.backward.at(local_batches)
-        # Bucket by bucket in memory: maxima over a few buckets of many ranks are then quick.
+        # In memory all ranks of a bucket lie side by side: maxima over a few buckets of many ranks are then quick.
         return (before + self.gammas.T * backward + self.tails_s[:, None]).T
 
     def finish_s(self, local_batches: npt.ArrayLike) -> FloatArray:
-        """When each rank alone would be done, seconds, [n]: with its buckets and with the loading of its next batch."""
+        """Return when each rank alone has reduced its buckets and loaded its next batch, seconds, [n]."""
         times: FloatArray = self.bucket_times(local_batches).max(axis=1)
         return np.maximum(times, self.load.at(local_batches)) if self.loads else times
 
 
 def _choices(curve: Curve) -> list[tuple[FloatArray, FloatArray]]:
-    """Intercepts and slopes of the lines whose maximum is the curve: the sloped one, and a flat one for the floor."""
+    """Return intercepts and slopes of the lines whose maximum is the curve; a floor is a flat line."""
     sloped = (curve.fixed_s, curve.per_sample_s)
-    # No floor is a floor of 0, which lies below every sloped line.
+    # A floor of 0 lies below every sloped line.
     return [sloped, (curve.floor_s, np.zeros_like(curve.floor_s))] if curve.floor_s.any() else [sloped]
 
 
 def _whole_per_rank(name: str, values: npt.ArrayLike) -> IntArray:
-    """Bounds as whole numbers, refusing what numpy would quietly cut down to them."""
+    """Return bounds as whole numbers, and refuse fractions, which numpy would cut off without a word."""
     numbers = np.asarray(values, dtype=np.float64)
     if numbers.ndim != 1 or not ((np.abs(numbers) <= NO_MAX) & (numbers == np.floor(numbers))).all():
-        raise InvalidInputError(f"{name}={numbers.tolist()}: give one whole number a rank, at most {NO_MAX}")
+        raise InvalidInputError(f"{name}={numbers.tolist()}: give one whole number per rank, at most {NO_MAX}")
     return numbers.astype(np.int64)
 
 
 def _check_buckets(gammas: FloatArray, tails_s: FloatArray, num_ranks: int) -> None:
     """Refuse shares and tails that no run of buckets can have."""
     if tails_s.ndim != 1 or not tails_s.size or gammas.shape not in ((len(tails_s),), (num_ranks, len(tails_s))):
-        raise InvalidInputError(f"gammas have shape {gammas.shape}, tails_s {tails_s.shape}: give one of each a bucket")
+        shapes = f"gammas have shape {gammas.shape}, tails_s {tails_s.shape}"
+        raise InvalidInputError(f"{shapes}: give one of each per bucket")
     if not ((gammas >= 0) & (gammas <= 1)).all() or not (gammas[..., -1] == 1).all():
         raise InvalidInputError(
             f"gammas={gammas.tolist()}: shares of backward lie in 0 to 1 and the last bucket's is 1"
@@ -241,20 +242,8 @@ def _check_buckets(gammas: FloatArray, tails_s: FloatArray, num_ranks: int) -> N
         raise InvalidInputError(f"tails_s={tails_s.tolist()}: must be finite, not negative and not increasing")
 
 
-def ring_factor(num_ranks: int, new_num_ranks: int) -> float:
-    """How a ring all-reduce's bandwidth time changes with the number of ranks: it goes as (n - 1)/n.
-
-    Example:
-        >>> ring_factor(3, 2)
-        0.75
-    """
-    if num_ranks < 2:
-        return 1.0
-    return (new_num_ranks - 1) / new_num_ranks * num_ranks / (num_ranks - 1)
-
-
 def step_time(cluster: Cluster, local_batches: npt.ArrayLike) -> float:
-    """Seconds that one step takes when rank i has `local_batches[i]` samples.
+    """Return the seconds that one step takes when rank i has `local_batches[i]` samples.
 
         T = max( max over i, j of  a_i(b_i) + gamma_ij P_i(b_i) + C_j ,  max over i of  L_i(b_i) )
 
@@ -270,7 +259,7 @@ def step_time(cluster: Cluster, local_batches: npt.ArrayLike) -> float:
     """
     batches = np.asarray(local_batches, dtype=np.float64)
     if batches.shape != (cluster.num_ranks,):
-        raise InvalidInputError(f"{batches.size} local batches for {cluster.num_ranks} ranks: give one a rank")
+        raise InvalidInputError(f"{batches.size} local batches for {cluster.num_ranks} ranks: give one per rank")
     if not np.isfinite(batches).all():
         raise InvalidInputError(f"local_batches={batches.tolist()}: must be finite")
     return float(cluster.finish_s(batches).max())

@@ -10,8 +10,10 @@ import math
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import numpy.typing as npt
+
 from cannikin.core.goodput import TotalChoice, efficiency
-from cannikin.core.values import Job, Plan, StepWindow
+from cannikin.core.values import FloatArray, Job, Plan, StepWindow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +23,8 @@ class Noise:
     Args:
         signal_sqnorm: G, squared norm of the true gradient; NaN where it is not known.
         noise_trace: S, trace of the covariance of one sample's gradient; NaN where it is not known.
-        limits: 90% limits of the noise scale in samples; an infinite upper one means "at least the lower".
-        flags: reasons for care, in the words of `NoiseTracker`.
+        limits: 90% limits of the noise scale in samples; an infinite upper limit means "at least the lower".
+        flags: reasons for care, as `NoiseTracker` lists them.
         num_steps: steps that this was estimated from.
     """
 
@@ -39,6 +41,18 @@ class Noise:
             return math.nan
         return self.noise_trace / self.signal_sqnorm if self.signal_sqnorm > 0 else math.inf
 
+    @property
+    def _is_known(self) -> bool:
+        return self.noise_trace + self.signal_sqnorm > 0  # else it is NaN, or there is no gradient at all
+
+    def efficiency(self, total_batch: npt.ArrayLike, initial_batch: float) -> FloatArray:
+        """Return how much a sample is worth at each total batch B against the initial one, B0, from 0 to 1.
+
+        Where the noise is not known, it counts as 0 and a larger batch promises nothing: B0/B.
+        """
+        noise, signal = (self.noise_trace, self.signal_sqnorm) if self._is_known else (0.0, 1.0)
+        return efficiency(total_batch, initial_batch=initial_batch, noise_trace=noise, signal_sqnorm=signal)
+
     def gain(self, total_batch: int, initial_batch: int) -> float:
         """Return how many steps at the initial batch one step at `total_batch` is worth; 1 where that is not known.
 
@@ -46,12 +60,9 @@ class Noise:
             >>> Noise(signal_sqnorm=1.0, noise_trace=64.0).gain(192, 64)
             1.5
         """
-        if not self.noise_trace + self.signal_sqnorm > 0:  # not known, or no gradient at all
-            return 1.0
-        worth = efficiency(
-            total_batch, initial_batch=initial_batch, noise_trace=self.noise_trace, signal_sqnorm=self.signal_sqnorm
+        return (
+            float(self.efficiency(total_batch, initial_batch)) * total_batch / initial_batch if self._is_known else 1.0
         )
-        return float(worth) * total_batch / initial_batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +103,9 @@ class Planner(Protocol):
         """Learn from a window and plan.
 
         Args:
-            window: the latest steps; None before the first, when the plan to begin with is asked for.
+            window: the latest steps; None at the start, when the driver asks for the plan to begin with.
             job: what may be chosen from, its upper bounds already limited to what ranks' memories hold.
-            step: the first step that a new plan can be in force from.
+            step: the first step at which a new plan can be in force.
         """
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,13 +1,13 @@
 """Profiles: what a run has learned of each rank's device, in plain numbers, for a later run to start from.
 
-A profile is a dict that JSON can hold, with lists of one entry a local batch that was measured:
+A profile is a dict that JSON can hold, with lists of one entry per local batch that was measured:
 
     batches, forward_s, backward_s, steps    local batch, the two mean times at it, and the steps behind these
     noise                                    relative scatter of one step's time
-    shared                                   num_ranks, and by bucket gammas (of this rank) and tails_s; or None
+    shared                                   num_ranks, and per bucket gammas (of this rank) and tails_s; or None
 
-`shared` depends on the model's buckets and on the network as well as on the device: it is used only where all ranks
-bring it, from a run with as many ranks, with as many buckets.
+`shared` depends on the model's buckets and on the network as well as on the device: it is used only where every rank's
+profile has it, from runs with as many ranks and as many buckets as this one.
 """
 
 from __future__ import annotations
@@ -25,30 +25,23 @@ _COLUMNS = ("batches", "forward_s", "backward_s", "steps")
 
 
 def save_profiles(learner: Learner) -> list[dict[str, Any] | None]:
-    """One profile a rank; None where nothing was measured."""
-    gammas, tails_s = learner.buckets() or (None, None)
+    """Return one profile per rank; None where nothing was measured."""
+    buckets, n = learner.buckets(), learner.num_ranks
     saved: list[dict[str, Any] | None] = []
-    for rank in range(learner.num_ranks):
-        table = learner.history(rank)
-        if not table.size:
-            saved.append(None)
-            continue
+    for rank in range(n):
+        columns = dict(zip(_COLUMNS, learner.history(rank).tolist(), strict=True))
         shared = None
-        if gammas is not None and tails_s is not None:
-            shared = {
-                "num_ranks": learner.num_ranks,
-                "gammas": gammas[rank].tolist(),
-                "tails_s": tails_s.tolist(),
-            }
-        columns = dict(zip(_COLUMNS, table.tolist(), strict=True))
-        saved.append({**columns, "noise": learner.noise, "shared": shared})
+        if buckets is not None:
+            gammas, tails_s = buckets
+            shared = {"num_ranks": n, "gammas": gammas[rank].tolist(), "tails_s": tails_s.tolist()}
+        saved.append({**columns, "noise": learner.noise, "shared": shared} if columns["batches"] else None)
     return saved
 
 
 def load_profiles(learner: Learner, profiles: list[dict[str, Any] | None]) -> BoolArray:
-    """Fill a fresh learner's histories; which ranks are known then, [n]. A damaged profile changes nothing."""
+    """Fill a fresh learner's histories, and return which ranks are known; a damaged profile changes nothing."""
     if len(profiles) != learner.num_ranks:
-        raise StateError(f"{len(profiles)} profiles for {learner.num_ranks} ranks: give one a rank, None where unknown")
+        raise StateError(f"{len(profiles)} profiles for {learner.num_ranks} ranks: give one per rank, None if unknown")
     known = np.array([profile is not None for profile in profiles])
     tables = {rank: _table(profiles[rank], rank) for rank in np.flatnonzero(known).tolist()}
     noises = [float(_numbers(profiles[rank], "noise", rank, shape=())) for rank in tables]
@@ -64,7 +57,7 @@ def load_profiles(learner: Learner, profiles: list[dict[str, Any] | None]) -> Bo
 
 
 def _table(profile: Any, rank: int) -> FloatArray:
-    """The lists of a profile, checked, [4, K]."""
+    """Return the lists of a profile, checked, [4, K]."""
     first = _numbers(profile, "batches", rank)
     table = np.stack([_numbers(profile, name, rank, shape=first.shape) for name in _COLUMNS])
     if table.ndim != 2 or not table.size or (table <= 0).any() or (table[0] < 1).any():
@@ -73,7 +66,7 @@ def _table(profile: Any, rank: int) -> FloatArray:
 
 
 def _shared(profile: Any, rank: int) -> tuple[int, FloatArray, FloatArray] | None:
-    """Number of ranks, overlap ratios and tails of a profile, checked."""
+    """Return the number of ranks, overlap ratios and tails of a profile, checked."""
     shared = profile.get("shared")
     if shared is None:
         return None
@@ -85,7 +78,7 @@ def _shared(profile: Any, rank: int) -> tuple[int, FloatArray, FloatArray] | Non
 
 
 def _numbers(saved: Any, name: str, rank: int, shape: tuple[int, ...] | None = None) -> FloatArray:
-    """An entry of a profile as numbers that are finite and not negative."""
+    """Return an entry of a profile as numbers, or refuse those that are negative or not finite."""
     try:
         numbers: npt.NDArray[np.float64] = np.array(saved[name], dtype=np.float64)
     except (KeyError, TypeError, ValueError) as error:

@@ -1,17 +1,17 @@
 """When things happen in a run, and which plan holds at which step: one schedule for all that drive a planner.
 
-The runtime, the simulator and the benchmarks use it, so what the simulator shows is what trains. Steps of a run belong
-to consecutive windows. Of a window that ends before step w,
+The runtime, the simulator and the benchmarks use it, so what the simulator shows is what trains. The steps of a run
+belong to consecutive windows. After a window that ends before step w,
 
     w      every rank's measurements start to be gathered
     w + 1  rank 0 learns and plans
     w + 2  the plan starts to be broadcast
     w + 3  the plan is known everywhere
-    w + 4  it is in force, in a loop that looks no batches ahead
+    w + 4  the plan is in force, in a loop that loads no batches ahead
 
 each `lag` steps later where a device's measurements take that long to reach the host. Windows are short while a run is
 young and while a planner has not settled. Gradient norms cost two passes over the gradient, so they are taken in every
-step at first, then in one of four.
+step at first, then in every fourth.
 """
 
 from __future__ import annotations
@@ -98,18 +98,18 @@ class Schedule:
         """Show a planner a window, and return its decision: a plan of other batches holds from `free_step` on.
 
         The planner's job is limited to what the ranks' memories hold. Raises `InvalidInputError` where a plan breaks
-        the job's own bounds. What is decided holds once it is installed.
+        the job's own bounds. The decision holds once it is installed.
         """
         now = self.newest
         job = self.job.limited(window.max_batch, now.total_batch)
         decision = planner.decide(window, job, free_step)
         plan = checked(decision.plan, self.job)
-        said = [text for text in _held_by_memory(self.job, job, plan) if text not in plan.reason]
+        held = [text for text in _held_by_memory(self.job, job, plan) if text not in plan.reason]
         first_step = plan.first_step if plan.local_batches == now.local_batches else free_step
-        return replace(decision, plan=replace(plan, first_step=first_step, reason="; ".join([plan.reason, *said])))
+        return replace(decision, plan=replace(plan, first_step=first_step, reason="; ".join([plan.reason, *held])))
 
     def install(self, decision: Decision, step: int) -> None:
-        """Put a decision into force that has become known at this step."""
+        """Put a decision on the schedule, which has become known at this step."""
         self.decision, self._decided_step, plan = decision, step, decision.plan
         if plan.local_batches != self.newest.local_batches:
             in_force = self._plans.index(self.plan_at(step))

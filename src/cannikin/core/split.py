@@ -3,12 +3,12 @@
     minimise T = max_i t_i(b_i)   subject to   sum b_i = B,  lo_i <= b_i <= hi_i,  b_i whole
 
 where t_i is the largest of rank i's lines alpha + beta b (`perf`). The paper calls this NP-hard; it is a search in one
-dimension. For a trial T the most rank i can take is b_i(T) = clip(min (T - alpha)/beta, lo_i, hi_i), and lo_i while T
-is below its flat line. b_i(T) changes its slope at a few known times only, so the smallest T whose batches sum to B
-lies between two neighbours among all ranks' sorted times, and the sum is linear there. Whole numbers: every further
-sample has a finish time t_i(b_i + 1); handing the missing ones out in the order of finish time is optimal for a min-max
-of increasing functions. Ties go to the smaller batch, then to one kind of rank, whatever the order of the ranks, then
-to the lower rank. Cost O(n L log(n L)), L lines a rank.
+dimension. For a trial T the most that rank i can take is b_i(T) = clip(min (T - alpha)/beta, lo_i, hi_i), and lo_i
+while T is below its flat line. b_i(T) changes its slope at a few known times only, so the smallest T whose batches sum
+to B lies between two neighbours among all ranks' sorted times, and the sum is linear there. Whole numbers: every
+further sample has a finish time t_i(b_i + 1); to hand the missing samples out in the order of finish time is optimal
+for a min-max of increasing functions. Ties go to the smaller batch, then to one kind of rank, whatever the order of the
+ranks, then to the lower rank. Cost O(n L log(n L)) with L lines per rank.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from cannikin.core.perf import Cluster
 from cannikin.core.values import FloatArray, IntArray, Split
 from cannikin.errors import InvalidInputError
 
-# Finish times closer than this, relative, count as one: the search finds T up to rounding, and the batches must not
-# depend on the order in which the ranks were summed.
+# Finish times whose relative difference is below this count as one: the search finds T up to rounding, and the batches
+# must not depend on the order in which the ranks were summed.
 _TIE = 1e-12
 
 _LABELS = np.array(["compute", "communication", "floor", "loading", "min_batch", "max_batch"], dtype=object)
@@ -38,11 +38,11 @@ class SplitSolver:
         self.low = cluster.min_batch.astype(np.float64)
         self.high = cluster.max_batch.astype(np.float64)
         alphas, betas = cluster.lines()
-        # A slope whose whole rise is below the line's last digit is none; its inverse would be out of all proportion.
+        # A slope whose whole rise is below the line's last digit counts as 0: its inverse would be far too large.
         betas[betas * self.high <= np.maximum(1e-16 * alphas, 1e-280)] = 0.0
         self._alphas, self._betas = _envelope(alphas, betas, self.low, self.high)
         # A flat line never limits the batch, it only delays it: below its height the rank stays at its lower bound.
-        # As a sloped line it becomes one that any T > -1 s reaches at once.
+        # Among the sloped lines its place is taken by one that any T > -1 s reaches at once.
         self._flat = self._betas == 0
         self._any_flat = bool(self._flat.any())
         if self._any_flat:
@@ -55,7 +55,7 @@ class SplitSolver:
         self._times, self._filled, self._rates = self._events()
 
     def finish_s(self, batches: npt.NDArray[np.float64 | np.int64], ranks: IntArray | None = None) -> FloatArray:
-        """t_i(b_i) of every rank, or of these, seconds."""
+        """Return t_i(b_i) of every rank, or of the given ones, seconds."""
         finish: FloatArray | None = None
         for alpha, beta in zip(self._alphas, self._betas, strict=True):
             line = alpha + beta * batches if ranks is None else alpha[ranks] + beta[ranks] * batches
@@ -64,7 +64,7 @@ class SplitSolver:
         return finish
 
     def batches_at(self, step_s: npt.ArrayLike, *, before: bool = False) -> FloatArray:
-        """b_i(T), the real batch every rank can finish by T, [..., n]; with `before`, the limit from below T."""
+        """Return b_i(T), the real batch every rank can finish by T, [..., n]; with `before`, the limit from below T."""
         time = np.asarray(step_s, dtype=np.float64)[..., None]
         most: FloatArray = (time - self._zeros[0]) * self._inverse[0]
         for zero, inverse in zip(self._zeros[1:], self._inverse[1:], strict=True):
@@ -75,7 +75,7 @@ class SplitSolver:
         return np.minimum(most, self.high, out=most)
 
     def step_times(self, totals: npt.ArrayLike) -> FloatArray:
-        """The optimum in reals for each total batch, seconds, the shape of `totals`; inf where it is infeasible.
+        """Return the optimum in reals for each total batch, seconds; inf where it is infeasible.
 
         T* = max(T_r, max_i t_i(lo_i)) with T_r = inf{T : sum b_i(T) >= B}.
         """
@@ -85,7 +85,7 @@ class SplitSolver:
         return np.where(feasible, times, np.inf)
 
     def split(self, total_batch: int) -> Split:
-        """The optimum in whole numbers, or the reason why there is none."""
+        """Return the optimum in whole numbers, or the reason why there is none."""
         lowest, highest = int(self.low.sum()), int(self.high.sum())  # in floats: 1,024 x NO_MAX overflows whole numbers
         if not float(total_batch).is_integer():
             raise InvalidInputError(f"total_batch={total_batch} is not a whole number")
@@ -103,7 +103,7 @@ class SplitSolver:
         )
 
     def _events(self) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Times at which some b_i(T) changes its slope; with no flat line, also the sum of all b_i there, its slope."""
+        """Return times at which some b_i(T) changes its slope; without flat lines also their sum and its slope."""
         times, gains = [self._low_s], [self._inverse[0]]
         for k in range(len(self._betas) - 1):
             rise = self._betas[k + 1] - self._betas[k]
@@ -120,11 +120,11 @@ class SplitSolver:
         rates = np.cumsum(np.concatenate([*gains, -self._inverse[-1]])[order])
         filled = np.full_like(every_s, self.low.sum())
         filled[1:] += np.cumsum(rates[:-1] * np.diff(every_s))
-        # Where every rank waits or is full the sum stands still, and its slope is what rounding left of it.
+        # Where every rank waits or is full the sum stands still, and its slope is nothing but rounding error.
         return every_s, np.maximum.accumulate(filled), np.where(rates > 1e-9 * rates.max(), rates, np.inf)
 
     def _reach(self, totals: FloatArray) -> FloatArray:
-        """T_r for each total: from the last of the times that is too early, along the line that begins there."""
+        """Return T_r for each total: from the last of the times that is too early, along the line that begins there."""
         if self._any_flat:
             return self._search(totals)
         begin = np.maximum(np.searchsorted(self._filled, totals), 1) - 1
@@ -138,21 +138,21 @@ class SplitSolver:
         return self._search(totals)  # the running sums have lost too much to rounding
 
     def _search(self, totals: FloatArray) -> FloatArray:
-        """T_r for each total without running sums, and where some b_i(T) jumps."""
+        """Return T_r for each total without running sums, also where some b_i(T) jumps."""
         below, above = self._bisect(totals)
         start_s, end_s = self._times[np.maximum(below, 0)], self._times[above]
         start = self.batches_at(start_s).sum(axis=-1)
         end = self.batches_at(end_s, before=True).sum(axis=-1)
         rate = np.divide(end - start, end_s - start_s, out=np.full_like(end_s, np.inf), where=end > start)
         reached_s = start_s + (totals - start) / rate
-        for _ in range(2):  # a nearly flat line's batch is rounded coarsely where it ends, at start_s; not beyond
-            held = np.where(reached_s < end_s, self.batches_at(reached_s).sum(axis=-1), end)  # not what jumps at end_s
+        for _ in range(2):  # at start_s, where a nearly flat line ends, its batch is rounded coarsely; beyond it is not
+            held = np.where(reached_s < end_s, self.batches_at(reached_s).sum(axis=-1), end)  # without jumps at end_s
             reached_s = np.minimum(reached_s + (totals - held) / rate, end_s)
         found: FloatArray = np.where((below >= 0) & (end >= totals), reached_s, end_s)
         return found
 
     def _bisect(self, totals: FloatArray) -> tuple[IntArray, IntArray]:
-        """For each total the last of the times that is too early, -1 where none is, and the one after it."""
+        """Return for each total the last of the times that is too early, -1 where none is, and the one after it."""
         below = np.full(totals.shape, -1)
         above = np.full(totals.shape, len(self._times) - 1)
         while (above - below > 1).any():
@@ -163,17 +163,17 @@ class SplitSolver:
         return below, above
 
     def _whole(self, total_batch: int) -> tuple[IntArray, float]:
-        """Whole local batches that sum to the total, with T_r."""
+        """Return whole local batches that sum to the total, and T_r."""
         top = min(float(total_batch + len(self.low)), self.high.sum())
         reached_s, top_s = self._reach(np.array([total_batch, top], dtype=np.float64)).tolist()
         batches, cap = self._count([reached_s * (1 + _TIE), top_s * (1 - _TIE)], total_batch)
         missing = total_batch - int(batches.sum())
-        if missing < 0:  # flat lines: more samples finish at T_r itself than are left
-            # Of a rank whose every time is 0 no share of T is earlier than T.
+        if missing < 0:  # flat lines: more samples finish at T_r itself than are needed
+            # If all of a rank's times are 0, T (1 - _TIE) is T: take the next smaller float.
             before = self._count(min(reached_s * (1 - _TIE), np.nextafter(reached_s, -np.inf)), total_batch)
             return self._fill_evenly(before, batches, total_batch - int(before.sum())), reached_s
-        # Rounding down lost fewer than n samples, and n more in reals make good for that at top_s; in between each
-        # sample has a finish time of its own, at most 2 n of them.
+        # Rounding down lost fewer than n samples, which n more in reals make up for at top_s. Between the two times lie
+        # at most 2 n samples, each with a finish time of its own.
         batches = self._add_earliest(batches, cap, missing)
         missing = total_batch - int(batches.sum())
         if missing:
@@ -181,9 +181,9 @@ class SplitSolver:
         return batches, reached_s
 
     def _count(self, step_s: npt.ArrayLike, total_batch: int) -> IntArray:
-        """The most whole samples every rank can finish by T, exactly as `finish_s` computes finish times, [..., n].
+        """Return the most whole samples every rank can finish by T, exactly as `finish_s` computes times, [..., n].
 
-        No rank has use for more than the total, and a sum of `NO_MAX`s would overflow.
+        No count exceeds the total: no rank has use for more, and a sum of many `NO_MAX` would overflow.
         """
         time = np.asarray(step_s, dtype=np.float64)[..., None]
         count = np.floor(self.batches_at(step_s))
@@ -193,7 +193,7 @@ class SplitSolver:
         return np.asarray(np.minimum(count, total_batch), dtype=np.int64)
 
     def _add_earliest(self, batches: IntArray, cap: IntArray, num_samples: int) -> IntArray:
-        """Hand out the `num_samples` samples in (batches, cap] that finish earliest, then have the smallest batch."""
+        """Hand out the `num_samples` samples in (batches, cap] that finish earliest; ties go to the smaller batch."""
         if num_samples == 0:
             return batches
         room: IntArray = np.maximum(cap - batches, 0)
@@ -228,11 +228,11 @@ class SplitSolver:
         return filled
 
     def _kind_keys(self, ranks: IntArray) -> tuple[FloatArray, ...]:
-        """Sort keys that put ranks of one kind together, so that the numbering of ranks decides only within a kind."""
+        """Return sort keys that put ranks of one kind together: rank numbers then decide only within a kind."""
         return (*self._alphas[:, ranks], *self._betas[:, ranks], self.low[ranks], self.high[ranks])
 
     def _bottlenecks(self, batches: IntArray, finish_s: FloatArray, reached_s: float) -> tuple[str, ...]:
-        """What keeps each rank from finishing earlier or taking more."""
+        """Return what keeps each rank from finishing earlier or taking more."""
         cluster = self.cluster
         times = cluster.bucket_times(batches)
         last_bucket = times[:, -1] >= times.max(axis=1)
@@ -247,21 +247,16 @@ class SplitSolver:
         return tuple(_LABELS[kinds].tolist())
 
     def _infeasible(self, total_batch: int) -> str:
-        """Why the bounds cannot hold the total."""
-        ranks, lowest = self.cluster.num_ranks, int(self.low.sum())
-        if total_batch < lowest:
-            return (
-                f"total batch {total_batch} is below {lowest}, the sum of min_batch over {ranks} ranks: "
-                "raise the total or lower min_batch"
-            )
-        return (
-            f"total batch {total_batch} is above {int(self.high.sum())}, the sum of max_batch over {ranks} ranks: "
-            "lower the total or raise max_batch"
-        )
+        """Say why the bounds cannot hold the total."""
+        side, bound, name, advice = "below", self.low, "min_batch", "raise the total or lower min_batch"
+        if total_batch > self.high.sum():
+            side, bound, name, advice = "above", self.high, "max_batch", "lower the total or raise max_batch"
+        sum_over = f"the sum of {name} over {self.cluster.num_ranks} ranks"
+        return f"total batch {total_batch} is {side} {int(bound.sum())}, {sum_over}: {advice}"
 
 
 def optimal_split(cluster: Cluster, total_batch: int) -> Split:
-    """The fastest split of a total batch, in whole numbers, within every rank's bounds.
+    """Return the fastest split of a total batch, in whole numbers, within every rank's bounds.
 
         minimise  max over i, j of  a_i(b_i) + gamma_ij P_i(b_i) + C_j  and  L_i(b_i)   subject to   sum b_i = B
 
@@ -283,29 +278,11 @@ def optimal_split(cluster: Cluster, total_batch: int) -> Split:
     return SplitSolver(cluster).split(total_batch)
 
 
-def drop_candidate(cluster: Cluster, total_batch: int) -> tuple[int, Split] | None:
-    """The rank without which the step would be fastest, and the split then; None where every rank helps.
-
-    The ring all-reduce of one rank less is accounted for. Ranks of the same kind are tried once.
-    """
-    best_s = optimal_split(cluster, total_batch).step_s
-    best: tuple[int, Split] | None = None
-    if cluster.num_ranks == 1:
-        return None
-    alphas, betas = cluster.lines()
-    kinds = np.vstack([alphas, betas, cluster.min_batch, cluster.max_batch])
-    _, first_of_kind = np.unique(kinds, axis=1, return_index=True)
-    for rank in sorted(first_of_kind.tolist()):
-        split = optimal_split(cluster.without(rank), total_batch)
-        if split.step_s < best_s:
-            best_s, best = split.step_s, (rank, split)
-    return best
-
-
 def fewer_ranks(cluster: Cluster, total_batch: int) -> tuple[tuple[int, ...], Split] | None:
     """Return the ranks without which the step would be fastest, and the split then; None where every rank helps.
 
-    Tried are one rank less, and all ranks of one name less where these are alike.
+    One rank less is tried, for each kind of rank, and all ranks of one name less where these are alike. Each time the
+    ring of the all-reduce becomes shorter.
 
     Example:
         >>> from cannikin.core.perf import Cluster, Curve
@@ -318,32 +295,40 @@ def fewer_ranks(cluster: Cluster, total_batch: int) -> tuple[tuple[int, ...], Sp
         >>> ranks, split.local_batches
         ((1, 2), (12,))
     """
-    one = drop_candidate(cluster, total_batch)
-    best_s = optimal_split(cluster, total_batch).step_s if one is None else one[1].step_s
-    best: tuple[tuple[int, ...], Split] | None = None if one is None else ((one[0],), one[1])
+    _, first_of_kind = np.unique(_facts(cluster), axis=1, return_index=True)
+    candidates: list[tuple[int, ...]] = [(rank,) for rank in sorted(first_of_kind.tolist())]
     for name in dict.fromkeys(cluster.names):
         ranks = tuple(rank for rank, label in enumerate(cluster.names) if label == name)
-        if not 1 < len(ranks) < cluster.num_ranks or not alike(cluster, ranks):
+        if len(ranks) > 1 and alike(cluster, ranks):
+            candidates.append(ranks)
+    best_s, best = optimal_split(cluster, total_batch).step_s, None
+    for ranks in candidates:
+        if len(ranks) == cluster.num_ranks:
             continue
         smaller = cluster
         for rank in reversed(ranks):
             smaller = smaller.without(rank)
         split = optimal_split(smaller, total_batch)
-        if split.feasible and split.step_s < best_s:
+        if split.step_s < best_s:
             best_s, best = split.step_s, (ranks, split)
     return best
 
 
 def alike(cluster: Cluster, ranks: Sequence[int]) -> bool:
     """Return whether these ranks have the same times and bounds."""
-    facts = np.vstack([*cluster.lines(), cluster.min_batch, cluster.max_batch])[:, ranks]
+    facts = _facts(cluster)[:, ranks]
     return bool((facts == facts[:, :1]).all())
+
+
+def _facts(cluster: Cluster) -> FloatArray:
+    """Return all that tells one rank from another, one column per rank."""
+    return np.vstack([*cluster.lines(), cluster.min_batch, cluster.max_batch])
 
 
 def _envelope(
     alphas: FloatArray, betas: FloatArray, low: FloatArray, high: FloatArray
 ) -> tuple[FloatArray, FloatArray]:
-    """The lines that are the largest somewhere in [low, high], by increasing slope, [K, n]; the last one repeated."""
+    """Return the lines that are largest somewhere in [low, high], by increasing slope, [K, n]; the last repeats."""
     if len(alphas) == 2 and (betas[0] <= betas[1]).all():
         return alphas, betas  # the two-point form; `_events` puts a crossing beyond the bounds at the bound
     ranks = np.arange(alphas.shape[1])
@@ -364,6 +349,6 @@ def _envelope(
 
 
 def _steepest(betas: FloatArray, among: npt.NDArray[np.bool_]) -> IntArray:
-    """For each rank the line with the largest slope among those marked."""
+    """Return for each rank the line with the largest slope among those marked."""
     best: IntArray = np.where(among, betas, -1.0).argmax(axis=0)
     return best

@@ -23,9 +23,9 @@ NO_MAX = 2**53
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """How a total batch is divided over the ranks, or why it cannot be.
+    """How a total batch is divided over the ranks, or why it cannot be divided.
 
-    `local_batches` and `bottlenecks` are empty and `step_s` is infinite where there is none; `reason` then says why.
+    Where there is no split, `local_batches` and `bottlenecks` are empty, `step_s` is infinite and `reason` says why.
     """
 
     local_batches: tuple[int, ...]
@@ -98,7 +98,8 @@ class Job:
             raise InvalidInputError(f"num_samples={self.num_samples}: must not be negative; None where unknown")
         if self.max_batch_size is not None and self.max_batch_size < self.batch_size:
             raise InvalidInputError(
-                f"max_batch_size={self.max_batch_size} is below batch_size={self.batch_size}: raise it or leave it out"
+                f"max_batch_size={self.max_batch_size} is below batch_size={self.batch_size}: it is what the total may "
+                "grow to; raise it, or leave it out for a total that stays"
             )
 
     @property
@@ -113,10 +114,10 @@ class Job:
         return np.broadcast_to(lo, self.num_ranks).copy(), np.broadcast_to(hi, self.num_ranks).copy()
 
     def limited(self, max_batch: IntArray, total_batch: int) -> Job:
-        """This job with upper bounds of at most `max_batch`, [n], that still hold the total batch in force.
+        """Return this job with upper bounds of at most `max_batch`, [n], that still hold the total batch in force.
 
         No bound falls below `min_local`. Caps that together cannot hold `total_batch` (or the initial one) are raised
-        by the same number of samples on every rank, as far as the job's own bounds allow: what is running runs.
+        by the same number of samples on every rank, as far as the job's own bounds allow: the run goes on as it is.
 
         Example:
             >>> Job(num_ranks=2, batch_size=64, max_local=99).limited(np.array([40, 200]), 64).max_local
@@ -154,13 +155,14 @@ class StepWindow:
         local_sqnorm: |g_i|^2, [S, n]; NaN where it was not taken.
         global_sqnorm: |g|^2, [S]; NaN where it was not taken.
         valid: whether this rank's measurement of this step counts, [S, n]; impossible times never do.
-        load_s: how long this rank then waited for its data, [S, n], before `before_s` begins. It is about data that is
-            loaded while the rank computes; loading that holds up the computation belongs to `before_s`.
+        load_s: how long this rank waited for its data before `before_s` begins, [S, n]. This is data that is loaded
+            while the rank computes; loading that holds up the computation belongs to `before_s`.
         previous_dot: g_t . g_(t-1), this step's gradient times the one of the step before, [S]; NaN where it was not
             taken. Only needed where one rank trains alone.
         max_batch: the largest local batch that each rank's memory allows, as far as is known, [n].
 
-    The last four may be left out: every measurement counts, nobody waited, no product was taken, memory has no end.
+    The last four may be left out: then every measurement counts, no rank waited for data, no product was taken and
+    memory has no limit.
     """
 
     first_step: int
@@ -177,32 +179,27 @@ class StepWindow:
 
     def __post_init__(self) -> None:
         steps, ranks = self.local_batches.shape
-        for name, usual in (
-            ("valid", np.ones((steps, ranks), dtype=np.bool_)),
-            ("load_s", np.zeros((steps, ranks))),
-            ("previous_dot", np.full(steps, np.nan)),
-            ("max_batch", np.full(ranks, NO_MAX, dtype=np.int64)),
-        ):
-            if getattr(self, name).size == 0:
-                object.__setattr__(self, name, usual)
-        for name, want in (
-            ("before_s", (steps, ranks)),
-            ("ready_s", (steps, ranks, self.num_buckets)),
-            ("done_s", (steps, ranks, self.num_buckets)),
-            ("local_sqnorm", (steps, ranks)),
-            ("global_sqnorm", (steps,)),
-            ("valid", (steps, ranks)),
-            ("load_s", (steps, ranks)),
-            ("previous_dot", (steps,)),
-            ("max_batch", (ranks,)),
-        ):
-            shape = getattr(self, name).shape
-            if shape != want:
-                raise InvalidInputError(f"{name} has shape {shape}, the window's other arrays ask for {want}")
+        wanted: tuple[tuple[str, tuple[int, ...], float | None], ...] = (
+            ("before_s", (steps, ranks), None),
+            ("ready_s", (steps, ranks, self.num_buckets), None),
+            ("done_s", (steps, ranks, self.num_buckets), None),
+            ("local_sqnorm", (steps, ranks), None),
+            ("global_sqnorm", (steps,), None),
+            ("valid", (steps, ranks), True),
+            ("load_s", (steps, ranks), 0.0),
+            ("previous_dot", (steps,), np.nan),
+            ("max_batch", (ranks,), NO_MAX),
+        )
+        for name, shape, left_out in wanted:
+            if left_out is not None and getattr(self, name).size == 0:
+                object.__setattr__(self, name, np.full(shape, left_out))
+            given = getattr(self, name).shape
+            if given != shape:
+                raise InvalidInputError(f"{name} has shape {given}, the window's other arrays ask for {shape}")
         object.__setattr__(self, "valid", self.valid & self._possible())
 
     def _possible(self) -> BoolArray:
-        """Where the times can be times: a measurement gone wrong must not outlive its step."""
+        """Return where the times can be times: a measurement gone wrong must not outlive its step."""
         finite = np.isfinite(self.before_s) & np.isfinite(self.load_s)
         finite &= np.isfinite(self.ready_s).all(axis=-1) & np.isfinite(self.done_s).all(axis=-1)
         with np.errstate(invalid="ignore"):

@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 import torch
 
-from cannikin.core.cutting import Bookmark, EpochState, cut, make_job, num_steps
+from cannikin.core.cutting import Bookmark, EpochState, cut, least_local, make_job, num_steps
 from cannikin.core.values import Job, Plan
 from cannikin.errors import InvalidInputError, StateError
 from cannikin.runtime.options import LoaderOptions
@@ -241,7 +241,7 @@ class Passes:
         """Yield the steps of one pass; a resumed pass that has none left becomes one over the next epoch."""
         while True:
             state = self.bookmark.begin()
-            min_local = 2 if self._trainer.has_batch_norm else 1
+            min_local = least_local(self._trainer.has_batch_norm)
             cutter = Cutter(self.feed, self._trainer.rank, drop_last=self._drop_last, min_local=min_local)
             self._cutter = cutter
             yield from self._source.steps(state, cutter)

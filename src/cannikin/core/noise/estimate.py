@@ -1,4 +1,4 @@
-"""Gradient noise scale of one step, from local batches of unlike sizes (paper, section 4.4 and Theorem 1).
+"""The gradient noise scale of one step, from local batches of unlike sizes (paper, section 4.4 and Theorem 1).
 
 Legend: n groups (ranks, or micro-batches), local batch b_i, total batch B = sum b_i, X_i = |g_i|^2 of the mean gradient
 over a group's samples, X = |g|^2 of the total batch's, G the squared norm of the true gradient (signal), S the trace of
@@ -6,15 +6,16 @@ the per-sample gradient covariance (noise), phi = S / G. Each group gives an unb
 
     G_i = (B X - b_i X_i) / (B - b_i)          S_i = b_i B (X_i - X) / (B - b_i)
 
-so any weights that sum to 1 give an unbiased sum; the estimators here differ only in their variance. Which of the
-pooled family is the quietest depends on how heavy the tails of the per-sample gradient are: `ControlVariate` learns it.
+so any weights that sum to 1 give an unbiased sum; the estimators here differ only in their variance. Which member of
+the pooled family has the least depends on how heavy the tails of the per-sample gradient are: `ControlVariate` learns
+it.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,22 +34,15 @@ class NoiseEstimate:
     Args:
         signal_sqnorm: G, squared norm of the true gradient.
         noise_trace: S, trace of the per-sample gradient covariance, in the unit of G times samples.
-        noise_scale: phi = S / G in samples; inf where G is not positive.
     """
 
     signal_sqnorm: float
     noise_trace: float
-    noise_scale: float
 
-    @classmethod
-    def from_parts(cls, *, signal_sqnorm: float, noise_trace: float) -> Self:
-        """The estimate with phi = S / G, or inf where G <= 0.
-
-        >>> NoiseEstimate.from_parts(signal_sqnorm=-0.1, noise_trace=2.0).noise_scale
-        inf
-        """
-        scale = noise_trace / signal_sqnorm if signal_sqnorm > 0 else math.inf
-        return cls(signal_sqnorm=signal_sqnorm, noise_trace=noise_trace, noise_scale=scale)
+    @property
+    def noise_scale(self) -> float:
+        """phi = S / G in samples; inf where G is not positive."""
+        return self.noise_trace / self.signal_sqnorm if self.signal_sqnorm > 0 else math.inf
 
 
 def noise_scale(
@@ -66,9 +60,9 @@ def noise_scale(
       tails: S = sum b_i (X_i - X) / (n - 1), never negative. tail = 1 counts every sample's own |z|^2 alike, best for
       heavy tails: G = (X - sum r_i^2 X_i) / (1 - sum r_i^2), r_i = b_i / B. For both, S = B (X - G).
     - `"theorem1"`: the paper's weights as printed. Unbiased, but not of minimum variance: its covariances lack terms.
-    - `"mean"`: u_i = w_i = 1/n, right for equal batches, where all three coincide.
+    - `"mean"`: u_i = w_i = 1/n, right for equal batches, where all three estimators coincide.
 
-    Values are those of a single step, never clamped: average signal and noise over steps before taking their ratio.
+    The values are those of a single step, never clamped: average signal and noise over steps before taking their ratio.
 
     Args:
         local_batches: b_i, samples (or items, where gradients are weighted by items), [n], each at least 1, n >= 2.
@@ -101,17 +95,15 @@ def noise_scale(
     rest = total - batches
     signals = (total * total_sqnorm - batches * sqnorms) / rest
     noises = batches * total * (sqnorms - total_sqnorm) / rest
-    return NoiseEstimate.from_parts(
-        signal_sqnorm=float(signal_weights @ signals), noise_trace=float(noise_weights @ noises)
-    )
+    return NoiseEstimate(signal_sqnorm=float(signal_weights @ signals), noise_trace=float(noise_weights @ noises))
 
 
 def checked_groups(local_batches: npt.ArrayLike, local_sqnorms: npt.ArrayLike) -> tuple[FloatArray, FloatArray]:
-    """Both as vectors of one length n >= 2, every batch finite and at least 1; norms may have any value."""
+    """Return both as vectors of one length n >= 2, every batch finite and at least 1; norms may have any value."""
     batches, sqnorms = np.asarray(local_batches, dtype=np.float64), np.asarray(local_sqnorms, dtype=np.float64)
     if batches.ndim != 1 or batches.shape != sqnorms.shape:
         raise InvalidInputError(
-            f"local_batches has shape {batches.shape}, local_sqnorms {sqnorms.shape}: give one of each a group"
+            f"local_batches has shape {batches.shape}, local_sqnorms {sqnorms.shape}: give one of each per group"
         )
     if batches.size < 2:
         raise InvalidInputError(
@@ -126,7 +118,7 @@ def checked_groups(local_batches: npt.ArrayLike, local_sqnorms: npt.ArrayLike) -
 
 
 def all_finite(sqnorms: FloatArray, total_sqnorm: float, limit: float = math.inf) -> bool:
-    """Whether no squared norm is NaN, infinite or as large as `limit`."""
+    """Return whether no squared norm is NaN, infinite or as large as `limit`."""
     return total_sqnorm < limit and bool(sqnorms.max() < limit)
 
 
@@ -139,7 +131,7 @@ def check_not_negative(sqnorms: FloatArray, total_sqnorm: float) -> None:
 
 
 def pooled_ends(batches: FloatArray, sqnorms: FloatArray, total_sqnorm: float) -> tuple[float, float, float]:
-    """S0, D = S1 - S0 and s = sum b_i^2 / B: both ends of the pooled family, for the tracker to blend.
+    """Return S0, D = S1 - S0 and s = sum b_i^2 / B: both ends of the pooled family, for the tracker to blend.
 
     S_p = B sum b_i^(p+1) (X_i - X) / sum (B - b_i) b_i^p
     """
@@ -148,20 +140,20 @@ def pooled_ends(batches: FloatArray, sqnorms: FloatArray, total_sqnorm: float) -
     deviations = sqnorms - total_sqnorm
     noise0 = float(batches @ deviations) / (batches.size - 1)
     noise1 = float(squares @ deviations) * total / (total**2 - sum_squares)
-    # Equal batches: S1 is S0, and what rounding leaves of their difference must not be learned from.
+    # With equal batches S1 is S0: their difference is rounding error, from which nothing must be learned.
     unequal = bool((batches != batches[0]).any())
     return noise0, noise1 - noise0 if unequal else 0.0, sum_squares / total
 
 
 @dataclass(kw_only=True)
 class ControlVariate:
-    """Learns the share t of S1 in S that makes S the quietest, as decayed sums over the steps seen.
+    """Learns the share t of S1 in S that gives S the least variance, as decayed sums over the steps seen.
 
-    D has mean 0 on every split, so S = S0 + t D is unbiased for any t fixed before its step. (Choosing t by the least
-    running variance would prefer windows that happen to be quiet, and overstate G.) The best t, E[-(S0-S) D] / E[D^2],
-    is near h / (h + s), where h, the weight of the tails, belongs to the gradients and not to the split: learned afresh
-    on each split, with a new split every 100 steps, t made S up to 2.1 times as noisy as the better of S0 and S1;
-    learned over all splits together, up to 1.24 times (late in training, digits, B = 64):
+    D has mean 0 on every split, so S = S0 + t D is unbiased for any t fixed before its step. (To choose t by the least
+    running variance would prefer windows that happen to scatter little, and overstate G.) The best t,
+    E[-(S0-S) D] / E[D^2], is near h / (h + s), where the weight h of the tails belongs to the gradients and not to the
+    split. Learned afresh on each split, with a new split every 100 steps, t made S up to 2.1 times as noisy as the
+    better of S0 and S1; learned over all splits together, up to 1.24 times (late in training, digits, B = 64):
 
         h = E[s a] / E[v - a]        a = -(S0 - q) D / q^2        v = (D / q)^2        q = mean of S0
     """
@@ -177,7 +169,7 @@ class ControlVariate:
     def learn(self, noise0: float, difference: float, spread: float) -> None:
         """Take in one step's S0, D and s."""
         # With .998 late training shows too few of the rare large gradients in the smallest group to weigh the tails: G
-        # came out up to 15% noisier than with the better of S0 and S1, with .999 up to 7% (digits, B = 64).
+        # was up to 15% noisier than with the better of S0 and S1. With .999 it was up to 7% (digits, B = 64).
         decay = 0.999
         self.weight = decay * self.weight + 1
         self.noise0 = decay * self.noise0 + noise0
@@ -193,7 +185,7 @@ class ControlVariate:
         self.shift_sq = decay**2 * self.shift_sq + relative**2
 
     def blend(self, spread: float) -> float:
-        """t between 0 and 1 for a step with s = `spread`; 1 where `disagrees`, since S0 suffers first."""
+        """Return t, from 0 to 1, for a step with s = `spread`; 1 where `disagrees`, since S0 suffers first."""
         if self.disagrees:
             return 1.0
         if self.num_unequal < 20:
@@ -211,10 +203,10 @@ class ControlVariate:
 def fieller_limits(
     *, signal: float, noise: float, signal_var: float, noise_var: float, covariance: float, quantile: float
 ) -> tuple[float, float]:
-    """Limits of phi = S / G, never below 0: all phi with (S - phi G)^2 <= z^2 (vS - 2 phi c + phi^2 vG).
+    """Return limits of phi = S / G, never below 0: all phi with (S - phi G)^2 <= z^2 (vS - 2 phi c + phi^2 vG).
 
-    The upper limit is inf where G is not clearly positive, G^2 <= z^2 vG, so that only "at least" can be said; both are
-    inf where it is clearly negative.
+    The upper limit is inf where G is not clearly positive, G^2 <= z^2 vG: phi is then at least the lower limit. Both
+    are inf where G is clearly negative.
 
     >>> fieller_limits(signal=2.0, noise=8.0, signal_var=0.0, noise_var=1.0, covariance=0.0, quantile=2.0)
     (3.0, 5.0)
@@ -222,8 +214,8 @@ def fieller_limits(
     square = signal**2 - quantile**2 * signal_var
     cross = signal * noise - quantile**2 * covariance
     constant = noise**2 - quantile**2 * noise_var
-    # Roots of square phi^2 - 2 cross phi + constant. The lower one is written as constant / (cross + root): the same,
-    # but without a singularity where square passes 0, beyond which it becomes the "at least" limit.
+    # Roots of square phi^2 - 2 cross phi + constant. The lower one is written as constant / (cross + root), which has
+    # no singularity where square passes 0.
     top = cross + math.sqrt(max(cross**2 - square * constant, 0.0))
     low = 0.0 if constant <= 0 else constant / top if top > 0 else math.inf
     high = max(top / square, 0.0) if square > 0 and signal > 0 else math.inf
@@ -231,28 +223,25 @@ def fieller_limits(
 
 
 def _weights(batches: FloatArray, estimator: str, tail: float) -> tuple[FloatArray, FloatArray]:
-    """Weights of G_i and of S_i."""
-    if estimator == "pooled":
-        pooled = _pooled_weights(batches, tail)
-        return pooled, pooled
-    if estimator == "theorem1":
-        return _theorem1_weights(batches)
-    if estimator == "mean":
-        mean = np.full(batches.size, 1 / batches.size)
-        return mean, mean
-    raise InvalidInputError(f"estimator={estimator!r} is unknown: choose one of {', '.join(ESTIMATORS)}")
-
-
-def _pooled_weights(batches: FloatArray, tail: float) -> FloatArray:
-    if not math.isfinite(tail):
-        raise InvalidInputError(f"tail={tail}: give a finite exponent, 0 for light tails to 1 for heavy ones")
-    # Relative to the largest (smallest) batch no power can overflow.
-    reference = batches.max() if tail >= 0 else batches.min()
-    return _normalised((batches.sum() - batches) * (batches / reference) ** tail)
+    """Return the weights of G_i and of S_i."""
+    match estimator:
+        case "theorem1":
+            return _theorem1_weights(batches)
+        case "mean":
+            weights = np.full(batches.size, 1 / batches.size)
+        case "pooled" if math.isfinite(tail):
+            # Relative to the largest (smallest) batch no power can overflow.
+            reference = batches.max() if tail >= 0 else batches.min()
+            weights = _normalised((batches.sum() - batches) * (batches / reference) ** tail)
+        case "pooled":
+            raise InvalidInputError(f"tail={tail}: give a finite exponent, 0 for light tails to 1 for heavy ones")
+        case _:
+            raise InvalidInputError(f"estimator={estimator!r} is unknown: choose one of {', '.join(ESTIMATORS)}")
+    return weights, weights
 
 
 def _theorem1_weights(batches: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """w' = 1' A^-1 / (1' A^-1 1) with the matrices A_G and A_S as printed in Theorem 1."""
+    """Return w' = 1' A^-1 / (1' A^-1 1) with the matrices A_G and A_S as printed in Theorem 1."""
     total = batches.sum()
     rest = total - batches
     both_rest = np.outer(rest, rest)

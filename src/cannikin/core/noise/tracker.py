@@ -1,4 +1,4 @@
-"""Gradient noise scale over many steps: averages, limits and what follows from them (paper, section 4.4).
+"""The gradient noise scale over many steps: averages, limits, efficiency and gain (paper, section 4.4).
 
 Legend as in `estimate`: b_i, B, X_i, X, G signal, S noise, phi = S / G; B0 the initial total batch; S0 and S1 the
 pooled estimates of S with tail 0 and 1, D = S1 - S0, t the share of S1 in S, chosen by `ControlVariate`.
@@ -15,7 +15,6 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from cannikin.core.goodput import efficiency
 from cannikin.core.noise.estimate import (
     ControlVariate,
     NoiseEstimate,
@@ -29,7 +28,7 @@ from cannikin.core.planner import Noise
 from cannikin.core.values import FloatArray, StepWindow
 from cannikin.errors import InvalidInputError, StateError
 
-# A norm of 1e35 has overflowed for all that training cares; fourth powers of what is kept stay below the largest float.
+# A norm of 1e35 counts as overflowed; fourth powers of smaller norms stay below the largest float.
 SQNORM_LIMIT = 1e70
 
 
@@ -79,7 +78,7 @@ class _Averages:
 
 @dataclass(kw_only=True)
 class _Steps:
-    """Counts, and the last gradient of a single group; `previous_batch` is 0 where that is not known."""
+    """Counts, and the last gradient of a single group; `previous_batch` is 0 where that gradient is not known."""
 
     num_taken: int = 0
     num_skipped: int = 0
@@ -91,10 +90,10 @@ class _Steps:
 class NoiseTracker:
     """Running estimate of the gradient noise scale, with limits, and with weights chosen on the way.
 
-    Averages decay by .999^(B/B0) a step, so by samples rather than steps, and are corrected for their start. Signal and
-    noise are clamped at 0 after averaging, never before. `flags` says where the numbers need care:
+    Averages decay by .999^(B/B0) per step, so by samples rather than steps, and are corrected for their start. Signal
+    and noise are clamped at 0 after averaging, never before. `flags` says where the numbers need care:
 
-    - "batch_norm": statistics of each rank's own batch make small batches noisier than theory has it; t = 1.
+    - "batch_norm": statistics of each rank's own batch make small batches noisier than in theory; t = 1.
     - "disagreement": the mean of D is over 4 standard errors from 0: small and large groups see unlike noise; t = 1.
     - "biased": consecutive steps are compared (`update_single`), between which the weights moved.
 
@@ -135,7 +134,7 @@ class NoiseTracker:
             return None
         check_not_negative(sqnorms, total_sqnorm)
         if self._steps.paired:
-            # What comparing consecutive steps gave is biased, and must not outlive that mode.
+            # Averages from comparing consecutive steps are biased, and must not outlive that mode.
             self._averages, self._steps.paired, self._steps.previous_batch = _Averages(), False, 0.0
         noise0, difference, spread = pooled_ends(batches, sqnorms, total_sqnorm)
         noise = noise0 + self._blend(spread) * difference
@@ -148,8 +147,8 @@ class NoiseTracker:
             G = g.g'        S = B (X - G)        X = |(b g + b' g') / B|^2        B = b + b'
 
         With b = b' this is AdaptDL's differencing. The weights moved in between, so `flags` has "biased": at high rates
-        they overshoot and g.g' is negative on average, from which nothing follows (not known). Neighbouring estimates
-        share a gradient, so the limits are too narrow. The next `update` starts the averages afresh.
+        they overshoot, g.g' is negative on average, and the noise is not known. Neighbouring estimates share a
+        gradient, so the limits are too narrow. The next `update` starts the averages afresh.
 
         Args:
             batch: b, samples.
@@ -182,16 +181,16 @@ class NoiseTracker:
         return self._record([before, float(batch)], total * (total_sqnorm - dot), dot)
 
     def observe(self, window: StepWindow) -> None:
-        """Take in every step whose norms were taken on all ranks; those with an infinite one are counted as skipped.
+        """Take in every step whose norms were taken on all ranks; steps with an infinite norm are counted as skipped.
 
-        Of the latter the optimizer mostly takes no step (GradScaler), so their times are not valid. One rank alone is
+        An overflow mostly makes the optimizer skip its step (GradScaler), so its times are not valid. One rank alone is
         compared with itself one step before, where both steps are in the window: flagged as biased.
         """
         previous = -2
         for s in np.flatnonzero(window.overflowed | window.valid.all(axis=1)).tolist():
             if np.isnan(window.local_sqnorm[s]).all():
                 continue
-            # A negative norm is no norm: counted as skipped, like one that is not finite.
+            # A step with a negative norm is counted as skipped, like one whose norm is not finite.
             local = np.where(window.local_sqnorm[s] >= 0, window.local_sqnorm[s], np.nan)
             if window.num_ranks > 1:
                 self.update(window.local_batches[s], local, float(window.global_sqnorm[s]))
@@ -202,7 +201,7 @@ class NoiseTracker:
             previous = s
 
     def summary(self) -> Noise | None:
-        """Return what is known by now, as a decision has it; None before the first step."""
+        """Return what is known by now, for a decision; None before the first step."""
         if not self.num_steps:
             return None
         return Noise(
@@ -214,7 +213,7 @@ class NoiseTracker:
         )
 
     def blend(self, local_batches: npt.ArrayLike) -> float:
-        """t, the share of S1 in S (0 to 1), that the next step on this split will use.
+        """Return t, the share of S1 in S (0 to 1), that the next step on this split will use.
 
         >>> NoiseTracker(initial_batch=64).blend([4, 60])
         0.5
@@ -234,7 +233,7 @@ class NoiseTracker:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Reasons for care, in the words the class's description lists."""
+        """Reasons for care, as the class's description lists them."""
         reasons = (self._batch_norm, self._control.disagrees, self._steps.paired)
         return tuple(compress(("batch_norm", "disagreement", "biased"), reasons))
 
@@ -250,7 +249,7 @@ class NoiseTracker:
 
     @property
     def _is_known(self) -> bool:
-        """Not before any data; nor where consecutive gradients point apart, which is a high rate, not noise."""
+        """Whether there are data, and consecutive gradients do not point apart, which a high rate causes, not noise."""
         return self._averages.weight > 0 and not (self._steps.paired and self._averages.signal <= 0)
 
     @property
@@ -271,9 +270,9 @@ class NoiseTracker:
     @overload
     def efficiency(self, total_batch: npt.NDArray[Any] | Sequence[float]) -> FloatArray: ...
     def efficiency(self, total_batch: Any) -> Any:
-        """Progress a sample at total batch B' against B0: (S + B0 G) / (S + B' G), from S and G, never through phi.
+        """Return the progress per sample at total batch B' against B0: (S + B0 G) / (S + B' G).
 
-        Not known, or without any gradient, the noise counts as 0 and a larger batch promises nothing: B0 / B'.
+        Where S and G are not known, or both are 0, a larger batch promises nothing: B0 / B'.
 
         >>> NoiseTracker(initial_batch=32).efficiency([32, 64]).tolist()
         [1.0, 0.5]
@@ -281,17 +280,16 @@ class NoiseTracker:
         batches = np.asarray(total_batch, dtype=np.float64)
         if not (np.isfinite(batches).all() and (batches > 0).all()):
             raise InvalidInputError(f"total_batch={total_batch}: a total batch is a positive number of samples")
-        noise, signal = self.noise_trace, self.signal_sqnorm
-        noise, signal = (noise, signal) if noise + signal > 0 else (0.0, 1.0)
-        worth = efficiency(batches, initial_batch=self._initial_batch, noise_trace=noise, signal_sqnorm=signal)
-        return worth if batches.ndim else float(worth)
+        known = Noise(signal_sqnorm=self.signal_sqnorm, noise_trace=self.noise_trace)
+        shares = known.efficiency(batches, self._initial_batch)
+        return shares if batches.ndim else float(shares)
 
     @overload
     def gain(self, total_batch: float) -> float: ...
     @overload
     def gain(self, total_batch: npt.NDArray[Any] | Sequence[float]) -> FloatArray: ...
     def gain(self, total_batch: Any) -> Any:
-        """Progress a step at total batch B' against B0: B'/B0 efficiency(B'); 1 without data.
+        """Return the progress per step at total batch B' against B0: B'/B0 efficiency(B'); 1 without data.
 
         >>> NoiseTracker(initial_batch=32).gain(64)
         1.0
@@ -300,7 +298,7 @@ class NoiseTracker:
         return gain if gain.ndim else float(gain)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything learned, in plain types; through JSON and back it continues bit for bit."""
+        """Return everything learned, in plain types; through JSON and back it continues bit for bit."""
         return {"control": asdict(self._control), "averages": asdict(self._averages), "steps": asdict(self._steps)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -316,11 +314,11 @@ class NoiseTracker:
     def _record(self, split: list[float], noise: float, signal: float) -> NoiseEstimate:
         self._averages.add(split, noise, signal, decay=0.999 ** (sum(split) / self._initial_batch))
         self._steps.num_taken += 1
-        return NoiseEstimate.from_parts(signal_sqnorm=signal, noise_trace=noise)
+        return NoiseEstimate(signal_sqnorm=signal, noise_trace=noise)
 
 
 def _restored(kind: type[Any], saved: Any) -> Any:
-    """A `kind` with the saved values, if they have the names, types and signs of a real one's."""
+    """Return a `kind` with the saved values, if they have the names, types and signs of a real one's."""
     fresh = vars(kind())
     if not isinstance(saved, dict) or saved.keys() != fresh.keys():
         raise StateError(f"a NoiseTracker's state needs {', '.join(fresh)}, not {saved!r:.200}")

@@ -16,7 +16,7 @@ from cannikin.core.policies.paper import PaperPlanner
 from cannikin.core.values import Job
 from cannikin.errors import InvalidInputError
 
-# Name -> what makes the planner, of a job and whether ranks normalise by statistics of their own batch (BatchNorm).
+# By name, a function that makes the planner from a job and from whether the model has BatchNorm.
 POLICIES: dict[str, Callable[[Job, bool], Planner]] = {
     "cannikin": lambda job, batch_norm: Controller(job, batch_norm=batch_norm),
     "even": lambda job, batch_norm: EvenPlanner(job),

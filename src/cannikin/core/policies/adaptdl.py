@@ -4,8 +4,8 @@ Legend: n replicas with m = B/n samples each.
 
     T_grad(m) = alpha + beta m        T(m) = (T_grad^p + T_sync^p)^(1/p),  1 <= p <= 10
 
-The model is AdaptDL's, fitted to the mean over ranks of what was measured: it cannot know that ranks differ, and books
-the waiting for a slow rank under T_sync. The total is chosen once per epoch; the first choice always counts, later ones
+The model is AdaptDL's, fitted to means of the ranks' times: it cannot know that ranks differ, and takes the wait for a
+slow rank for a part of T_sync. The total is chosen once per epoch; the first choice always counts, later ones only
 where goodput grows by more than 5%.
 """
 
@@ -19,6 +19,7 @@ from cannikin.core.goodput import TotalChoice, choose_total, total_grid
 from cannikin.core.noise.tracker import NoiseTracker
 from cannikin.core.planner import Decision
 from cannikin.core.policies.plans import (
+    epoch_samples,
     even_batches,
     load_plan,
     make_plan,
@@ -27,8 +28,6 @@ from cannikin.core.policies.plans import (
     within_bounds,
 )
 from cannikin.core.values import FloatArray, Job, StepWindow
-
-_EPOCH_STEPS = 100  # an epoch's length at B0 where the job does not say
 
 
 class AdaptdlPlanner:
@@ -52,7 +51,7 @@ class AdaptdlPlanner:
         return Decision(plan=self._plan, noise=self._noise.summary(), choice=choice, phase="even")
 
     def _observe(self, window: StepWindow) -> None:
-        """Add up compute and step times by total batch; the noise scale step by step."""
+        """Add up compute and step times by total batch, and track the noise scale."""
         for s in np.flatnonzero(window.valid.all(axis=1)):
             point = self._points.setdefault(int(window.local_batches[s].sum()), [0.0, 0.0, 0.0])
             point[0] += 1
@@ -60,7 +59,7 @@ class AdaptdlPlanner:
             point[2] += float(window.interval_s[s].mean())
         self._noise.observe(window)
         self._samples += int(window.local_batches.sum())
-        self._epoch = self._samples // (self._job.num_samples or _EPOCH_STEPS * self._job.batch_size)
+        self._epoch = self._samples // epoch_samples(self._job)
 
     def _choose(self, job: Job, step: int) -> TotalChoice | None:
         """Compare total batches where that is due, and plan for the best one."""
@@ -72,15 +71,13 @@ class AdaptdlPlanner:
         now = self._plan.total_batch
         grid = np.unique(np.append(total_grid(job.batch_size, job.largest_total), now))
         step_s = replica_times(self._fit(), grid / job.num_ranks)
-        worth, threshold = self._noise.efficiency(grid), 0.0 if first else 0.05
-        choice = choose_total(grid, step_s, worth, now, threshold=threshold)
+        choice = choose_total(grid, step_s, self._noise.efficiency(grid), now, threshold=0.0 if first else 0.05)
         if choice.total_batch != now:
-            batches = even_batches(job, choice.total_batch)
+            batches, reason = even_batches(job, choice.total_batch), choice.reason
             predicted_s = float(step_s[grid == choice.total_batch][0])
-            biased = (
-                "; noise scale biased: one rank compares consecutive steps" if "biased" in self._noise.flags else ""
-            )
-            self._plan = make_plan(step, batches, reason=choice.reason + biased, predicted_step_s=predicted_s)
+            if "biased" in self._noise.flags:
+                reason += "; noise scale biased: one rank compares consecutive steps"
+            self._plan = make_plan(step, batches, reason=reason, predicted_step_s=predicted_s)
         return choice
 
     def _fit(self) -> tuple[float, float, float, float]:
@@ -89,7 +86,7 @@ class AdaptdlPlanner:
         return fit_replicas(local, table[:, 2] / steps, table[:, 3] / steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything learned and decided."""
+        """Return everything learned and decided."""
         return {
             "plan": save_plan(self._plan),
             "noise": self._noise.state_dict(),
@@ -107,7 +104,7 @@ class AdaptdlPlanner:
 
 
 def replica_times(fit: tuple[float, float, float, float], local_batch: FloatArray) -> FloatArray:
-    """T(m) of AdaptDL's model with (alpha, beta, T_sync, p), seconds."""
+    """Return T(m) of AdaptDL's model with (alpha, beta, T_sync, p), seconds."""
     alpha, beta, sync, power = fit
     grad = alpha + beta * local_batch
     larger = np.maximum(grad, sync)
@@ -117,10 +114,10 @@ def replica_times(fit: tuple[float, float, float, float], local_batch: FloatArra
 
 
 def fit_replicas(local_batch: FloatArray, grad_s: FloatArray, step_s: FloatArray) -> tuple[float, float, float, float]:
-    """AdaptDL's model (alpha, beta, T_sync, p) through mean times at different local batches.
+    """Fit AdaptDL's model (alpha, beta, T_sync, p) to mean times at different local batches.
 
-    With one batch seen alpha is half the compute time, as AdaptDL sets it. T_sync and p minimise the squared error of
-    log T, with AdaptDL's penalty of 1e-3 (p - 1)^2, over a grid.
+    If only one local batch was seen, alpha is half the compute time, as in AdaptDL. T_sync and p minimise the squared
+    error of log T, with AdaptDL's penalty of 1e-3 (p - 1)^2, over a grid.
 
     Example:
         >>> fit = fit_replicas(np.array([8.0, 16.0]), np.array([0.010, 0.014]), np.array([0.012, 0.016]))
@@ -135,7 +132,7 @@ def fit_replicas(local_batch: FloatArray, grad_s: FloatArray, step_s: FloatArray
         alpha, beta = (max(float(value), 1e-8) for value in solution)
     best, best_loss = (alpha, beta, 1e-8, 1.0), np.inf
     for power in np.linspace(1.0, 10.0, 19):
-        # T_sync that would explain each mean exactly, and points between the extremes of these.
+        # T_sync that would explain each mean exactly; candidates lie between the extremes of these.
         exact = np.maximum(step_s**power - (alpha + beta * local_batch) ** power, 1e-16 * step_s**power) ** (1 / power)
         for sync in np.geomspace(exact.min(), exact.max() * (1 + 1e-12), 9):
             fit = (alpha, beta, float(sync), float(power))

@@ -10,15 +10,13 @@ linear equations in b_1..b_n and T' = t_compute' = syncStart' + T_o,
 
 and OptPerf = T' + T_u. Check 1 guesses "all compute-bound", Check 2 "all communication-bound". Ranks on which both
 solutions agree keep that state; the others, the outliers, are ranked by fixed time s + m, and a binary search looks for
-the boundary below which they are compute-bound. The paper claims O((n + 1)^3 log n), for a problem that it takes to be
-NP-hard, and the optimum. Where it finds a state that does not contradict itself and no batch is negative, that is
-the optimum in reals. Where it falls short; `Algorithm1Result.failure` and `reason` say what befell a result:
+the boundary below which they are compute-bound. Where it finds a state that does not contradict itself and no batch is
+negative, the result is the optimum in reals. Where it falls short (docs/mathematics.md has more), `failure` and
+`reason` of the result say so:
 
-- The problem is a linear program, solved in O(n log n) and in whole numbers by `split`. Appendix A derives the
-  equal-time condition from it; only its multipliers, 1/k_i, ought to be 1/(q_i + k_i).
-- "Bound alike in both checks, so bound alike at the optimum" is false, and fixed time is the wrong order (it ought to
-  be the time at which a rank passes from one state to the other, `order="crossing_time"`). Either way the search may
-  end in a state that contradicts itself; the loop as printed, which runs until there is none, would then not end.
+- "Bound alike in both checks, so bound alike at the optimum" is false, and fixed time is the wrong order; the right one
+  is the time at which a rank passes from one state to the other, `order="crossing_time"`. The search may thus end in
+  a state that contradicts itself; the loop as printed, which runs until there is none, would then not end.
 - Nothing bounds the batches: they may be negative, or beyond what a rank can hold.
 - Rounding (section 4.5) need not keep the sum: `round_batches` says by how much.
 - It has one gamma, two buckets and no floors.
@@ -26,7 +24,7 @@ the optimum in reals. Where it falls short; `Algorithm1Result.failure` and `reas
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -38,7 +36,7 @@ from cannikin.errors import InvalidInputError
 
 Failure = Literal["", "inexpressible", "singular", "overlap", "search", "negative_batch", "bounds"]
 
-# A rank this close to its crossing, relative to T_o, is in either state: there both of its lines give the same time.
+# A rank this close to its crossing, relative to T_o, is in both states: both of its lines give the same time there.
 _TIE = 1e-9
 
 
@@ -52,7 +50,7 @@ class Algorithm1Result:
         step_s: what the model says these batches take; more than `predicted_s` where an overlap state is wrong.
         num_solves: linear systems of n + 1 unknowns solved.
         failure: "" where the result is valid; else "inexpressible" (the cluster has floors or buckets beyond the
-            paper's model), "singular", "overlap" (a rank kept from both checks a state that the result contradicts),
+            paper's model), "singular", "overlap" (both checks agreed on a rank's state, which the result contradicts),
             "search" (no boundary in this order suits the outliers), "negative_batch" or "bounds".
         reason: one sentence for people.
     """
@@ -82,15 +80,13 @@ class RoundedBatches:
 def algorithm1(
     cluster: Cluster, total_batch: int, *, order: Literal["fixed_time", "crossing_time"] = "fixed_time"
 ) -> Algorithm1Result:
-    """The paper's Algorithm 1: a split of the total batch in reals, with the reason where it is not valid.
-
-        s_i + m_i + (q_i + k_i) b_i = T'  or  s_i + gamma m_i + T_o + (q_i + gamma k_i) b_i = T',    sum b_i = B
+    """Split a total batch in reals by the paper's Algorithm 1, and say why where the result is not valid.
 
     Args:
         cluster: two-point form (`Cluster.two_point`) without floors.
         total_batch: B, samples, at least 1.
-        order: how the search ranks the ranks: "fixed_time", of the outliers, as in the paper; "crossing_time", of all
-            ranks by a_i(b*) + P*, where P* = T_o / (1 - gamma) = P_i(b*), which finds the right state.
+        order: what the search sorts by: "fixed_time", the outliers, as in the paper; or "crossing_time", all ranks, by
+            a_i(b*) + P* where P* = T_o / (1 - gamma) = P_i(b*), which finds the right state.
 
     Example:
         Both checks find the second rank communication-bound, and at the optimum it is not (optimum 47.05 s):
@@ -107,15 +103,17 @@ def algorithm1(
     """
     if not total_batch >= 1:
         raise InvalidInputError(f"total_batch={total_batch}: need at least 1 sample")
-    problem = _beyond_the_model(cluster)
-    if problem:
-        return _unsolved("inexpressible", problem, num_solves=0)
+    unsolved = Algorithm1Result(
+        local_batches=(), predicted_s=np.inf, step_s=np.inf, num_solves=0, failure="inexpressible", reason=""
+    )
+    if problem := _beyond_the_model(cluster):
+        return replace(unsolved, reason=problem)
     system = _System(cluster, total_batch)
     try:
         failure, reason = _search(system, order)
     except np.linalg.LinAlgError:
         reason = "the linear system is singular: with this overlap state two ranks' times do not depend on their batch"
-        return _unsolved("singular", reason, num_solves=system.num_solves)
+        return replace(unsolved, num_solves=system.num_solves, failure="singular", reason=reason)
     if not failure:
         failure, problem = _check_batches(cluster, system.batches)
         reason = problem or reason
@@ -160,7 +158,7 @@ class _System:
         self._compute_slope = forward.per_sample_s + backward.per_sample_s
         self._communication_fixed_s = forward.fixed_s + self.gamma * backward.fixed_s + self.overlapped_s
         self._communication_slope = forward.per_sample_s + self.gamma * backward.per_sample_s
-        # Column by column, as LAPACK wants it: numpy's copy into its workspace is then a straight one.
+        # In LAPACK's order, column by column: numpy's copy into its workspace is then quick.
         matrix = np.zeros((n + 1, n + 1), order="F")
         matrix[:n, n] = -1.0
         matrix[n, :n] = 1.0
@@ -171,7 +169,7 @@ class _System:
         self.ready_s = np.nan
 
     def solve(self, compute_bound: BoolArray) -> FloatArray:
-        """Solve for this state; how far each rank's backward outlasts T_o, (1 - gamma) P_i - T_o, in the solution."""
+        """Solve for this state, and return by how much each rank's backward outlasts T_o, (1 - gamma) P_i - T_o."""
         n = len(compute_bound)
         self._diagonal[:] = np.where(compute_bound, self._compute_slope, self._communication_slope)
         np.negative(np.where(compute_bound, self.fixed_s, self._communication_fixed_s), out=self._right[:n])
@@ -187,7 +185,7 @@ class _System:
         return margin_s
 
     def crossing_s(self) -> FloatArray:
-        """a_i(b*) + P*: the time at which a rank passes from communication-bound to compute-bound."""
+        """Return a_i(b*) + P*: the time at which a rank passes from communication-bound to compute-bound."""
         forward, backward = self.cluster.forward, self.cluster.backward
         backward_s = self.overlapped_s / (1 - self.gamma)
         short_s = backward_s - backward.fixed_s
@@ -199,7 +197,7 @@ class _System:
 
 
 def _search(system: _System, order: str) -> tuple[Failure, str]:
-    """Checks 1 and 2, then the boundary among the outliers; leaves the last solution in `system`."""
+    """Do checks 1 and 2, then find the boundary among the outliers; the last solution stays in `system`."""
     n = system.cluster.num_ranks
     first = system.solve(np.ones(n, dtype=np.bool_)) >= 0
     if first.all():
@@ -235,7 +233,7 @@ def _find_boundary(system: _System, ranked: IntArray, always: BoolArray) -> tupl
             end = boundary - 1
         else:
             begin = boundary + 1
-    wrong[ranked] &= ~np.delete(wrong, ranked).any()  # name a rank outside the search first: no boundary helps it
+    wrong[ranked] &= ~np.delete(wrong, ranked).any()  # a rank outside the search is named first: no boundary helps it
     rank = int(wrong.argmax())
     failure: Failure = "search" if rank in ranked else "overlap"
     was, ought = ("compute", "communication") if compute_bound[rank] else ("communication", "compute")
@@ -261,7 +259,7 @@ def _check_batches(cluster: Cluster, batches: FloatArray) -> tuple[Failure, str]
 
 
 def _beyond_the_model(cluster: Cluster) -> str:
-    """Why the paper's two-point model cannot express this cluster; empty where it can."""
+    """Say why the paper's two-point model cannot express this cluster; return nothing where it can."""
     num_buckets = len(cluster.tails_s)
     if num_buckets > 2:
         return f"{num_buckets} buckets: the paper's model has the first and the last one only"
@@ -274,9 +272,3 @@ def _beyond_the_model(cluster: Cluster) -> str:
     if cluster.loads:
         return "some rank has a loading time: the paper's model has none"
     return ""
-
-
-def _unsolved(failure: Failure, reason: str, *, num_solves: int) -> Algorithm1Result:
-    return Algorithm1Result(
-        local_batches=(), predicted_s=np.inf, step_s=np.inf, num_solves=num_solves, failure=failure, reason=reason
-    )

@@ -1,8 +1,8 @@
-"""cannikin's own planner: learn, split, choose the total batch, again and again (paper, section 4), window by window.
+"""cannikin's own planner: in every window it learns, splits and chooses the total batch (paper, section 4).
 
-The first window runs an even split, the second a guess that shows ranks another batch size, and from then on OptPerf
-of the model learned so far. Between windows nothing happens. A new split must promise more than the noise allows to
-believe, or the old one stays: equal ranks stay even, and loaders, compilers and the noise estimate are left in peace.
+The first window runs an even split, the second a guess that shows ranks another batch size, and later ones OptPerf of
+the model learned so far. A new split must promise a gain that exceeds the noise of measurements, or the old one stays:
+equal ranks stay even, and loaders, compilers and the noise estimate are not disturbed for nothing.
 """
 
 from __future__ import annotations
@@ -31,16 +31,18 @@ from cannikin.core.split import SplitSolver
 from cannikin.core.values import Job, Split, StepWindow
 from cannikin.errors import InvalidInputError, StateError
 
-_TRUST = 2.0  # a rank is never given more than this times the largest batch it was measured at,
-_TRUST_DOWN = 8.0  # nor less than the smallest over this
-_GROWTH = 2.0  # nor does the total batch grow by more than this at a time: times are extrapolated
-# Gains in step time that are not believed: this much in any case, and these multiples of the precision to which a
-# rank's time is known. The best of n noisy times looks 1 to 2 times that better than it is: equal ranks stay even.
-_SAME, _STAY, _EVEN = 0.002, 0.25, 1.5
-_WORTH = 0.005  # what a change of batches must promise at least: at a new size a GPU has one slow step
+# Times are extrapolated only so far from what was measured:
+_TRUST = 2.0  # a rank gets at most this times the largest batch it was measured at,
+_TRUST_DOWN = 8.0  # and at least the smallest one divided by this;
+_GROWTH = 2.0  # the total batch grows by at most this factor at a time
+# A gain in step time is believed only if it exceeds `_SAME` (against the even split) or `_WORTH` (against the present
+# one: at a new size a GPU has one slow step), and the given multiple of the precision to which a rank's time is known.
+# The best of n noisy times looks 1 to 2 times that precision better than it is: equal ranks stay even.
+_SAME, _EVEN = 0.002, 1.5
+_WORTH, _STAY = 0.005, 0.25
 _UNSETTLED = 40  # steps after a change of speed during which the model is being learned again
 _NOISE_STEPS = 20  # steps before the noise scale is believed
-_LOADING = 0.9  # a rank whose loader takes this share of a step at least is said to wait for its data
+_LOADING = 0.9  # a rank waits for its data where its loader takes at least this share of a step
 
 
 class Controller:
@@ -89,15 +91,15 @@ class Controller:
         return save_profiles(self._learner)
 
     def start_from(self, profiles: list[dict[str, Any] | None]) -> None:
-        """Before the first window: begin with what another run learned of these ranks' devices.
+        """Begin with what another run learned of these ranks' devices, before the first window.
 
-        Where all ranks are known the first plan is OptPerf of that, else the even split. Profiles weigh little: a few
-        steps that say otherwise outweigh them. A damaged one raises StateError.
+        Where all ranks are known the first plan is OptPerf of their profiles, else the even split. Profiles weigh
+        little: a few steps with other times outweigh them. A damaged profile raises StateError.
         """
         if np.isfinite(self._learner.batch_range()[0]).any():
             raise InvalidInputError("start_from comes too late, after steps have been measured: call it on a new run")
         known = load_profiles(self._learner, profiles)
-        model = self._learner.model(*self._job.bounds)
+        model = self.model()
         if model.cluster is None:
             missing = ", ".join(str(rank) for rank in np.flatnonzero(~known))
             self._plan = replace(self._plan, reason=f"even split: no stored profile of rank {missing}")
@@ -154,7 +156,7 @@ class Controller:
         return bool((largest > smallest).any())
 
     def _solver(self, cluster: Cluster) -> SplitSolver:
-        """The solver for this model, within reach of what has been measured."""
+        """Return the solver for this model, within reach of the batches that were measured."""
         smallest, largest = self._learner.batch_range()
         least = np.maximum(cluster.min_batch, np.floor(smallest / _TRUST_DOWN).astype(np.int64))
         most = np.minimum(cluster.max_batch, np.ceil(_TRUST * largest).astype(np.int64))
@@ -163,8 +165,8 @@ class Controller:
     def _guess(self, step: int, cluster: Cluster) -> bool:
         """Plan the second window, to see a second batch size: equal computing times by the prior of `fit`.
 
-        Equation 8 goes in that direction but not far: it takes all of the time measured for time per sample. Return
-        whether there is such a plan: equal ranks have no second batch size to see.
+        Equation 8 changes batches in the same direction but too little: it takes all of a time for time per sample.
+        Return whether there is such a plan; equal ranks get the same batches again.
         """
         alone = replace(cluster, tails_s=np.zeros_like(cluster.tails_s))
         split = self._solver(alone).split(self._plan.total_batch)
@@ -179,28 +181,28 @@ class Controller:
         """Plan for the best split, unless the present one or the even one is as good within the noise."""
         now, precision = self._plan, self._learner.precision
         total_batch, best_s = sum(best.local_batches), step_time(cluster, best.local_batches)
-        batches, phase, said = best.local_batches, "optperf", best.reason
+        batches, phase, reason = best.local_batches, "optperf", best.reason
         even = even_batches(job, total_batch)
         if step_time(cluster, even) <= best_s * (1 + max(_SAME, _EVEN * precision)):
             alone = "one rank has the whole batch"
-            said = alone if len(even) == 1 else "no rank differs from another by more than the noise"
+            reason = alone if len(even) == 1 else "no rank differs from another by more than the noise"
             batches, phase = even, "even"
         if now.total_batch == total_batch:
             now_s = step_time(cluster, now.local_batches)
             if batches == now.local_batches:
-                said = f"kept: {said}"
+                reason = f"kept: {reason}"
             elif phase == "even" and self._phase == "guess":
-                pass  # what was tried only to see a second batch size is not worth keeping
+                pass  # a split that was tried only to see a second batch size is not kept
             elif now_s <= best_s * (1 + max(_WORTH, _STAY * precision)):
                 batches, phase = now.local_batches, "even" if self._phase == "even" else "optperf"
-                said = f"kept: the best split would be {1 - best_s / now_s:.1%} faster"
+                reason = f"kept: the best split would be {1 - best_s / now_s:.1%} faster"
             else:
-                said = f"{1 - best_s / now_s:.1%} faster than the last split; {said}"
+                reason = f"{1 - best_s / now_s:.1%} faster than the last split; {reason}"
         predicted_s = step_time(cluster, batches) * float(np.exp(self._excess))
         first_step = now.first_step if batches == now.local_batches else step
         low, high = self._job.bounds
-        said_and_why = ["the local batches are set, and stay"] if (low == high).all() else [said, *why]
-        reason = "; ".join([*said_and_why, *_waits(cluster, batches)])
+        reasons = ["the local batches are set, and stay"] if (low == high).all() else [reason, *why]
+        reason = "; ".join([*reasons, *_waits(cluster, batches)])
         self._plan = make_plan(first_step, batches, reason=reason, predicted_step_s=predicted_s)
         self._phase = phase
 
@@ -222,7 +224,7 @@ class Controller:
         return choice.total_batch, choice, [f"{choice.reason}, noise scale {noise_scale}"]
 
     def _observe_excess(self, window: StepWindow, cluster: Cluster | None) -> None:
-        """Learn how much longer steps take than the model's, once there is one."""
+        """Learn how much longer steps take than the model says, once there is one."""
         steps = np.flatnonzero(window.valid.all(axis=1))
         if cluster is None or not len(steps):
             return
@@ -262,8 +264,8 @@ class Controller:
             return
         self._learner.load_state_dict(state["learner"])
         self._plan = load_plan(state["plan"], self._job)
-        phase = str(state.get("phase") or state["plan"]["phase"])  # older states have it in the plan,
-        self._phase = "guess" if phase == "inverse" else phase  # where a guess was called so
+        phase = str(state.get("phase") or state["plan"]["phase"])  # older states have the phase in the plan,
+        self._phase = "guess" if phase == "inverse" else phase  # and call a guess "inverse"
         self._excess = float(state["excess"])
 
 

@@ -1,4 +1,4 @@
-"""Plain DDP as a policy: the same batch for every rank, for ever."""
+"""Plain DDP as a policy: the same batch for every rank, from the first step to the last."""
 
 from __future__ import annotations
 

@@ -34,9 +34,9 @@ class LbBspPlanner:
     def decide(self, window: StepWindow | None, job: Job, step: int) -> Decision:
         """Make one move where the plan made last is in force, or keep that plan."""
         measured = None if window is None else compute_seconds(window)
-        held = within_bounds(self._plan, job, step)
-        if held is not self._plan:
-            self._plan = held
+        fitted = within_bounds(self._plan, job, step)
+        if fitted is not self._plan:
+            self._plan = fitted
         elif measured is not None and tuple(measured[0].tolist()) == self._plan.local_batches:
             self._plan = self._moved(measured[1], job, step)
         return Decision(plan=self._plan, phase="lb-bsp")

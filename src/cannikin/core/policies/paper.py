@@ -1,12 +1,14 @@
 """The paper's own method, as published: a baseline that shows what exactness and windows of steps are worth.
 
-A linear model without floors, one gamma for all ranks by inverse-variance weighting and T_o, T_u by the least over
-ranks (section 4.5); plans once per epoch, after one epoch of an even split and one of equation 8 (section 4.2); OptPerf
-by Algorithm 1 with rounding; the noise scale by Theorem 1; the total batch by goodput (section 2.2). Where the paper
-says nothing we choose what is kindest to it, so that it never gets stuck: negative batches are raised to the lower
-bound and the rest scaled down; a line that is flat or falls with the batch is taken to rise a little, since Algorithm
-1's linear system has no solution with two flat ranks; and of a rank that has run one local batch only, half the time
-counts as fixed, as in AdaptDL.
+The model is linear without floors, with one gamma for all ranks by inverse-variance weighting, and T_o and T_u by the
+least over ranks (section 4.5). It plans once per epoch, after one epoch of an even split and one of equation 8 (section
+4.2). OptPerf comes from Algorithm 1 with rounding, the noise scale from Theorem 1, the total batch from goodput
+(section 2.2). Where the paper says nothing we choose what suits it best, so that it never gets stuck:
+
+- Negative batches are raised to the lower bound, and the others scaled down.
+- A line that is flat or falls with the batch is taken to rise a little, since Algorithm 1's linear system has no
+  solution with two flat ranks.
+- If a rank has run one local batch only, half its time counts as fixed, as in AdaptDL.
 """
 
 from __future__ import annotations
@@ -16,12 +18,13 @@ from typing import Any
 import numpy as np
 
 from cannikin.core.fit import pooled_gammas
-from cannikin.core.goodput import TotalChoice, choose_total, efficiency, total_grid
+from cannikin.core.goodput import TotalChoice, choose_total, total_grid
 from cannikin.core.noise.estimate import noise_scale
 from cannikin.core.perf import Cluster, Curve
 from cannikin.core.planner import Decision, Noise
 from cannikin.core.policies.algorithm1 import algorithm1, round_batches
 from cannikin.core.policies.plans import (
+    epoch_samples,
     even_batches,
     inverse_batches,
     load_plan,
@@ -33,10 +36,9 @@ from cannikin.core.policies.plans import (
 from cannikin.core.values import FloatArray, Job, StepWindow
 from cannikin.errors import InvalidInputError
 
-_EPOCHS_KEPT = 50  # whose means the lines are fitted to: the latest of each local batch
-_EPOCH_STEPS = 100  # an epoch's length at B0 where the job does not say
-_SAME_BATCH = 0.5  # samples: mean local batches of epochs that differ by less are one
-_LEAST_SLOPE = 0.01  # of the time a sample: what a flat line is taken to rise by
+_EPOCHS_KEPT = 50  # epochs whose means the lines are fitted to, only the latest for each local batch
+_SAME_BATCH = 0.5  # samples: mean local batches of two epochs that differ by less count as one
+_LEAST_SLOPE = 0.01  # share of the time per sample: the slope that a flat line is given
 
 
 class PaperPlanner:
@@ -73,19 +75,20 @@ class PaperPlanner:
         if epoch_over:
             self._num_plans += 1
             choice = self._replan(job, step)
-        noise = None
-        if self._noise[0] > 0:
-            _, trace, signal = (self._noise / self._noise[0]).tolist()
-            noise = Noise(signal_sqnorm=signal, noise_trace=trace)
-        return Decision(plan=self._plan, noise=noise, choice=choice, phase=self._phase)
+        return Decision(plan=self._plan, noise=self._known_noise(), choice=choice, phase=self._phase)
+
+    def _known_noise(self) -> Noise | None:
+        """Return the averages of S and G; None before the first step."""
+        weight, trace, signal = self._noise.tolist()
+        return Noise(signal_sqnorm=signal / weight, noise_trace=trace / weight) if weight > 0 else None
 
     def _observe(self, window: StepWindow) -> bool:
-        """Add up this epoch's times, and the noise scale step by step; return whether an epoch has ended."""
+        """Add up this epoch's times, average the noise, and return whether an epoch has ended."""
         valid = window.valid.all(axis=1)
         if valid.any():
             self._add_times(window, np.flatnonzero(valid))
         self._samples += int(window.local_batches.sum())
-        epoch = self._samples // (self._job.num_samples or _EPOCH_STEPS * self._job.batch_size)
+        epoch = self._samples // epoch_samples(self._job)
         if epoch == self._epoch or not self._sums[0].any():
             return False
         steps, batch, before, backward = self._sums
@@ -116,7 +119,7 @@ class PaperPlanner:
                 self._add_noise(window.local_batches[s], window.local_sqnorm[s], float(window.global_sqnorm[s]))
 
     def _add_noise(self, batches: Any, sqnorms: FloatArray, global_sqnorm: float) -> None:
-        """AdaptDL's smoothing of Theorem 1's estimate."""
+        """Average Theorem 1's estimate as AdaptDL does."""
         estimate = noise_scale(batches, sqnorms, global_sqnorm, estimator="theorem1")
         keep = 0.999 ** (batches.sum() / self._job.batch_size)
         self._noise = keep * self._noise + (1 - keep) * np.array([1.0, estimate.noise_trace, estimate.signal_sqnorm])
@@ -136,13 +139,8 @@ class PaperPlanner:
             self._plan = make_plan(step, self._plan.local_batches, reason=f"kept: {result.reason}")
             return choice
         rounded = round_batches(_repaired(np.array(result.local_batches), total, job), total)
-        why = "" if choice is None else f"; {choice.reason}"
-        self._plan = make_plan(
-            step,
-            rounded.local_batches,
-            reason=f"Algorithm 1: {result.reason}; {rounded.reason}{why}",
-            predicted_step_s=result.predicted_s,
-        )
+        reason = f"Algorithm 1: {result.reason}; {rounded.reason}" + ("" if choice is None else f"; {choice.reason}")
+        self._plan = make_plan(step, rounded.local_batches, reason=reason, predicted_step_s=result.predicted_s)
         self._phase = "optperf"
         return choice
 
@@ -178,17 +176,16 @@ class PaperPlanner:
     def _total(self, cluster: Cluster, job: Job) -> tuple[int, TotalChoice | None]:
         """Choose the total batch with the best goodput, by Algorithm 1's own times."""
         now = min(max(self._plan.total_batch, job.batch_size), job.largest_total)  # rounding may have moved it
-        if job.largest_total == job.batch_size or self._noise[0] == 0.0:
+        noise = self._known_noise()
+        if job.largest_total == job.batch_size or noise is None:
             return now, None
         grid = np.unique(np.append(total_grid(job.batch_size, job.largest_total), now))
         step_s = np.array([algorithm1(cluster, int(total)).step_s for total in grid])
-        _, trace, signal = self._noise / self._noise[0]
-        worth = efficiency(grid, initial_batch=job.batch_size, noise_trace=trace, signal_sqnorm=signal)
-        choice = choose_total(grid, step_s, worth, now)
+        choice = choose_total(grid, step_s, noise.efficiency(grid, job.batch_size), now)
         return choice.total_batch, choice
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything learned and decided."""
+        """Return everything learned and decided."""
         arrays = {name: getattr(self, name).tolist() for name in _ARRAYS}
         counters = [self._samples, self._epoch, self._num_plans]
         return {"plan": save_plan(self._plan), "phase": self._phase, "rows": self._rows, "counters": counters, **arrays}

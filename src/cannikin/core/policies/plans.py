@@ -1,4 +1,4 @@
-"""Making plans out of splits, and plans out of saved states: what all planners share."""
+"""Makes plans from splits and from saved states: what all planners share."""
 
 from __future__ import annotations
 
@@ -26,13 +26,18 @@ def make_plan(step: int, local_batches: tuple[int, ...], *, reason: str, predict
     )
 
 
+def epoch_samples(job: Job) -> int:
+    """Return the length of an epoch, for planners that plan once per epoch; 100 steps at B0 where it is not known."""
+    return job.num_samples or 100 * job.batch_size
+
+
 def even_batches(job: Job, total_batch: int) -> tuple[int, ...]:
-    """The split of plain DDP: B//n each, the first B mod n ranks one more, as far as the bounds allow."""
+    """Return the split of plain DDP: B//n each, the first B mod n ranks one more, as far as the bounds allow."""
     return inverse_batches(job, total_batch, np.ones(job.num_ranks))
 
 
 def inverse_batches(job: Job, total_batch: int, sample_s: FloatArray) -> tuple[int, ...]:
-    """Local batches in inverse proportion to the time per sample (paper, equation 8), whole and within the bounds.
+    """Split a total batch in inverse proportion to the time per sample (paper, equation 8), within the bounds.
 
         b_i = B (1/t_i) / sum_j (1/t_j)
 
@@ -52,9 +57,9 @@ def inverse_batches(job: Job, total_batch: int, sample_s: FloatArray) -> tuple[i
 
 
 def within_bounds(plan: Plan, job: Job, step: int) -> Plan:
-    """The plan itself, or, where a bound has fallen below one of its batches, one from `step` on that keeps to it.
+    """Return the plan or, where a bound has fallen below one of its batches, a plan from `step` on that keeps to it.
 
-    Batches above their bound are cut down, and the others grow in proportion to what they have.
+    Batches above their bound are cut down to it, and the others grow in proportion to their size.
     """
     _, high = job.bounds
     batches = np.array(plan.local_batches)
@@ -67,7 +72,7 @@ def within_bounds(plan: Plan, job: Job, step: int) -> Plan:
 
 
 def compute_seconds(window: StepWindow) -> tuple[IntArray, FloatArray] | None:
-    """The split of the window's last steps and each rank's median compute time under it; None without a valid step."""
+    """Return the split of the window's last steps and each rank's median compute time; None without a valid step."""
     batches = window.local_batches[-1]
     steps = (window.local_batches == batches).all(axis=1) & window.valid.all(axis=1)
     if not steps.any():
@@ -77,18 +82,15 @@ def compute_seconds(window: StepWindow) -> tuple[IntArray, FloatArray] | None:
 
 
 def save_plan(plan: Plan) -> dict[str, Any]:
-    """A plan as plain numbers, strings and lists."""
+    """Return a plan as plain numbers, strings and lists."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(plan).items()}
 
 
 def load_plan(state: dict[str, Any], job: Job) -> Plan:
-    """Take back what `save_plan` returned, for a job with as many ranks."""
-    try:
-        names = {each.name for each in fields(Plan)}  # older states have more
-        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in state.items() if k in names}
-        plan = Plan(**values)
-    except (AttributeError, TypeError) as error:
-        raise StateError(f"saved plan cannot be read: {error}") from error
+    """Take back what `save_plan` returned, for a job with as many ranks; call it inside `restoring`."""
+    names = {each.name for each in fields(Plan)}  # older states have more
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in state.items() if k in names}
+    plan = Plan(**values)
     if len(plan.local_batches) != job.num_ranks:
         raise StateError(f"saved plan is for {len(plan.local_batches)} ranks, this job has {job.num_ranks}")
     low, high = job.bounds
@@ -101,7 +103,7 @@ def load_plan(state: dict[str, Any], job: Job) -> Plan:
 
 @contextmanager
 def restoring(what: str) -> Iterator[None]:
-    """Turn whatever a damaged state provokes into a StateError."""
+    """Turn any error that a damaged state causes into a StateError."""
     try:
         yield
     except StateError:
