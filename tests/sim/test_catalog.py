@@ -149,8 +149,6 @@ def test_a_file_that_is_not_there_says_so(tmp_path):
 @pytest.mark.parametrize(("key", "value"), [("memory_gb", 0.5), ("share", 0.01)])
 def test_a_memory_that_holds_no_sample_is_refused_with_the_key_named(tmp_path, key, value):
     text = f'link = {{ bandwidth_gbit = 1 }}\n[[node]]\ndevice = "t4"\n{key} = {value}\n'
-    words = (
-        rf"node\[0\].{key} is {value}: that does not hold one sample of bert, of which the whole t4 with 16 GB holds 12"
-    )
+    words = rf"node\[0\].{key} is {value}: that does not hold one sample of bert; the whole t4 with 16 GB holds 12"
     with pytest.raises(ClusterFileError, match=words):
         build_machine(spec_of(tmp_path, text), "bert", load_workload("bert"))

@@ -1,5 +1,5 @@
-"""A cluster that does not exist, and the jobs on it, in simulated time: torch-free, driving the planners of the core.
+"""A cluster that does not exist, and jobs on it, in simulated time: torch-free, it drives the planners of the core.
 
-`hardware` is what a step takes, richer than any planner's model of it; `workload` what a step is worth; `engine` lets a
-planner see what the runtime would have measured, and does what the planner says. Nothing here decides anything.
+`hardware` knows what a step takes, better than any planner's model; `workload` what a step is worth; `simulation` shows
+a planner what the runtime would have measured, and carries out its plans. Nothing here decides anything.
 """

@@ -2,21 +2,21 @@
 
     [link]
     bandwidth_gbit = 10.0         # between servers, as a ring all-reduce gets it
-    latency_us = 50.0             # a hop of the ring
+    latency_us = 50.0             # of one hop of the ring
     local_bandwidth_gbit = 100.0  # within a server; optional, as is local_latency_us
 
     [[node]]
-    device = "rtx6000"            # of `DEVICES`, or of a [device.NAME] table in this file
-    count = 4                     # optional: so many ranks alike, default 1
-    share = 0.5                   # optional: of the card that this job gets, default 1
-    per_server = 4                # optional: ranks that sit in one server, default 1
+    device = "rtx6000"            # of `data/devices.toml`, or of a [device.NAME] table in this file
+    count = 4                     # optional: number of such ranks, default 1
+    share = 0.5                   # optional: share of the card that this job gets, default 1
+    per_server = 4                # optional: ranks in one server, default 1
     link_gbit = 1.0               # optional: this server's own link, where it is slower
     memory_gb = 12.0              # optional: where it is not the card's
     name = "old"                  # optional, default the device's name
 
     [device.mine]                 # optional: a device that is not in the catalogue
-    like = "rtx6000"              # has that one's times,
-    speed = 1.5                   # with the time a sample divided by this
+    like = "rtx6000"              # the device whose times it has,
+    speed = 1.5                   # with the time per sample divided by this
     memory_gb = 48.0
 
 A wrong file raises `ClusterFileError` with one line that names the file, the key and the limit.
@@ -56,7 +56,7 @@ class TimesSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A kind of GPU; one with `like` has that one's times, its samples `speed` times as fast."""
+    """A kind of GPU; one with `like` has that device's times, with samples `speed` times as fast."""
 
     memory_gb: _Positive
     jitter: _Scatter = 0.03
@@ -78,7 +78,7 @@ class LinkSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NodeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Ranks alike."""
+    """Ranks of one kind."""
 
     device: str
     count: _Count = 1
@@ -114,7 +114,7 @@ class CurveSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WorkloadSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A workload as its file has it; see `data/workloads.toml` for what each key is and where it comes from."""
+    """A workload as its file has it; `data/workloads.toml` says what each key is and where it comes from."""
 
     title: str
     optimizer: str
@@ -136,11 +136,7 @@ class WorkloadSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @cache
 def known_devices() -> dict[str, DeviceSpec]:
-    """The catalogue's devices by name.
-
-    >>> "rtx6000" in known_devices()
-    True
-    """
+    """Return the catalogue's devices by name."""
     return msgspec.toml.decode((_DATA / "devices.toml").read_bytes(), type=dict[str, DeviceSpec])
 
 
@@ -150,7 +146,7 @@ def _workloads() -> dict[str, WorkloadSpec]:
 
 
 def workload_names() -> tuple[str, ...]:
-    """The workloads there are.
+    """Return the names of the workloads.
 
     >>> workload_names()
     ('cifar10', 'imagenet', 'bert', 'deepspeech2', 'ncf')
@@ -159,21 +155,13 @@ def workload_names() -> tuple[str, ...]:
 
 
 def cluster_names() -> tuple[str, ...]:
-    """The clusters there are by name.
-
-    >>> cluster_names()
-    ('a', 'b', 'c')
-    """
+    """Return the names of the paper's clusters: a, b, c."""
     names = (entry.name for entry in (_DATA / "clusters").iterdir())
     return tuple(sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml")))
 
 
 def load_workload(name: str) -> WorkloadSpec:
-    """The workload of that name.
-
-    >>> load_workload("ncf").batch_size
-    64
-    """
+    """Return the workload of that name."""
     if name not in _workloads():
         raise InvalidInputError(f"workload {name!r} is unknown: {_choose(name, workload_names())}")
     return _workloads()[name]
@@ -188,11 +176,7 @@ _ADVICE = {
 
 
 def load_cluster_spec(name_or_path: str | os.PathLike[str]) -> ClusterSpec:
-    """Return a cluster by name, or from a file.
-
-    >>> load_cluster_spec("b").num_ranks
-    16
-    """
+    """Return a cluster by name, or from a file."""
     name = os.fspath(name_or_path)
     if name.lower() in cluster_names():
         ours = _DATA / "clusters" / f"{name.lower()}.toml"

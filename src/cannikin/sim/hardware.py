@@ -3,10 +3,9 @@
 Legend: n ranks, J gradient buckets, S steps, b local batch.
 
     t(b)      = (launch^p + (fixed + sample b)^p)^(1/p)      compute: launching kernels, then a device that fills up
-    a, P      forward_share t and (1 - forward_share) t       (no line: P of a device saturates smoothly)
-    ready_j   like P, but with only the bucket's share of the network's layers in launch and fixed time and of its
-              operations in the time of samples, each to the power of the device's skew: no constant gamma, and unlike
-              devices
+    a, P      forward_share t and (1 - forward_share) t       not lines: a device saturates smoothly
+    ready_j   like P, but launch and fixed time count by the bucket's share of layers, and samples by its share of
+              operations, each share to the power of the device's skew: gamma is not constant, and devices differ
     c_j       = 2 (n-1) (latency + bytes_j / n / bandwidth), both of the slowest link that the ring passes
 
 Bucket j's all-reduce begins when every rank is ready and bucket j-1 is done. Every time scatters lognormally, with
@@ -51,12 +50,12 @@ class Machine:
     """A cluster running one workload.
 
     Args:
-        names: one a rank.
+        names: one per rank.
         launch_s, fixed_s, sample_s: of forward and of backward, [2, n].
-        sharpness: p, [n]; inf for the larger of the two.
+        sharpness: p, [n]; inf makes t the larger of the two terms.
         ready_by_layers, ready_by_work: shares of backward after which buckets are ready, [n, J], the last 1.
         bucket_s: c_j, [J].
-        max_batch: what each rank's memory holds, [n].
+        max_batch: the most samples that each rank's memory holds, [n].
         jitter, bucket_jitter, outliers: scatter of each rank, [n].
         comm_jitter, comm_outliers, drift: scatter of the all-reduces, and the amplitude of the ranks' drift.
     """
@@ -88,7 +87,7 @@ class Machine:
         return len(self.bucket_s)
 
     def compute(self, local_batches: npt.ArrayLike) -> tuple[FloatArray, FloatArray]:
-        """Forward and backward seconds without noise, [..., n] each."""
+        """Return forward and backward seconds without noise, [..., n] each."""
         forward, backward = (
             _smooth_max(launch_s, fixed_s + sample_s * np.asarray(local_batches), self.sharpness)
             for launch_s, fixed_s, sample_s in zip(self.launch_s, self.fixed_s, self.sample_s, strict=True)
@@ -96,28 +95,28 @@ class Machine:
         return forward, backward
 
     def ready(self, local_batches: npt.ArrayLike) -> FloatArray:
-        """When each bucket is ready after the start of backward, without noise, [..., n, J]; the last at its end."""
+        """Return when each bucket is ready after the start of backward, without noise, [..., n, J]."""
         samples_s = (self.sample_s[1] * np.asarray(local_batches))[..., None] * self.ready_by_work
         launch_s, fixed_s = (times[1][:, None] * self.ready_by_layers for times in (self.launch_s, self.fixed_s))
         return _smooth_max(launch_s, fixed_s + samples_s, self.sharpness[:, None])
 
     def expected_s(self, local_batches: npt.ArrayLike) -> FloatArray:
-        """Step seconds without noise, [...]: max over ranks and buckets of a + share P + C_j."""
+        """Return step seconds without noise, [...]: max over ranks and buckets of a + share P + C_j."""
         longest: FloatArray = self.rank_times(local_batches).max(axis=-1)
         return longest
 
     def rank_times(self, local_batches: npt.ArrayLike) -> FloatArray:
-        """When each rank alone would let the step end, without noise, [..., n]; it grows with the rank's batch."""
+        """Return when each rank alone would let the step end, without noise, [..., n]."""
         forward, _ = self.compute(local_batches)
         tails = self.bucket_s[::-1].cumsum()[::-1]
         longest: FloatArray = (forward[..., None] + self.ready(local_batches) + tails).max(axis=-1)
         return longest
 
     def measure(self, local_batches: IntArray, first_step: int, rng: np.random.Generator) -> StepTimes:
-        """Steps with these local batches, [S, n], noise and all."""
+        """Return the times of steps with these local batches, [S, n], with noise."""
         steps = len(local_batches)
         if (local_batches == local_batches[0]).all():
-            local_batches = local_batches[:1]  # powers are slow: once is enough
+            local_batches = local_batches[:1]  # powers are slow: compute them once
         forward, _ = self.compute(local_batches)
         shared = self._drift(first_step, steps) * np.exp(self.jitter * rng.standard_normal((steps, self.num_ranks)))
         slow = np.where(rng.random((2, steps, self.num_ranks)) < self.outliers, _OUTLIER_FACTOR, 1.0)
@@ -130,7 +129,7 @@ class Machine:
         return StepTimes(before_s=before, ready_s=ready, done_s=self._reduce(before, ready, rng))
 
     def _reduce(self, before: FloatArray, ready: FloatArray, rng: np.random.Generator) -> FloatArray:
-        """When each bucket is done, bucket after bucket, on each rank's clock, [S, n, J]."""
+        """Return when each bucket is done, bucket after bucket, on each rank's clock, [S, n, J]."""
         size = (len(before), self.num_buckets)
         factor = np.exp(self.comm_jitter * rng.standard_normal(size))
         times = self.bucket_s * factor * np.where(rng.random(size) < self.comm_outliers, _OUTLIER_FACTOR, 1.0)
@@ -143,7 +142,7 @@ class Machine:
         return moments[:, None, :] - before[..., None]
 
     def _drift(self, first_step: int, steps: int) -> FloatArray:
-        """Each rank's factor on its times, [S, n]: a slow wave, the ranks out of phase."""
+        """Return each rank's factor on its times, [S, n]: a slow wave, the ranks out of phase."""
         if not self.drift:
             return np.ones((1, self.num_ranks))
         step = first_step + np.arange(steps)[:, None]
@@ -153,7 +152,7 @@ class Machine:
 
 
 def _smooth_max(launch_s: FloatArray, work_s: FloatArray, sharpness: FloatArray) -> FloatArray:
-    """(launch^p + work^p)^(1/p), scaled by the larger so that no power overflows."""
+    """Return (launch^p + work^p)^(1/p), scaled by the larger so that no power overflows."""
     larger, smaller = np.maximum(launch_s, work_s), np.minimum(launch_s, work_s)
     ratio = np.divide(smaller, larger, out=np.zeros_like(larger), where=larger > 0)
     time: FloatArray = larger * (1 + ratio**sharpness) ** (1 / sharpness)
@@ -161,7 +160,7 @@ def _smooth_max(launch_s: FloatArray, work_s: FloatArray, sharpness: FloatArray)
 
 
 def build_machine(cluster: ClusterSpec, name: str, workload: WorkloadSpec) -> Machine:
-    """The cluster of a file running a workload of that name.
+    """Return the cluster of a file running a workload of that name.
 
     Raises:
         ClusterFileError: a device's memory does not hold one sample.
@@ -191,7 +190,7 @@ def build_machine(cluster: ClusterSpec, name: str, workload: WorkloadSpec) -> Ma
         ready_by_layers=np.array(workload.ready_by_layers) ** skews,
         ready_by_work=np.array(workload.ready_by_work) ** skews,
         bucket_s=_ring_seconds(cluster, np.array(workload.bucket_mb) * 1e6),
-        max_batch=_limits(cluster, name, times),
+        max_batch=np.array([_limit(cluster, node, name, time) for node, time in zip(nodes, times, strict=True)]),
         jitter=each([device.jitter for device in devices]),
         bucket_jitter=each([device.bucket_jitter for device in devices]),
         outliers=each([device.outliers for device in devices]),
@@ -203,7 +202,7 @@ def _device(cluster: ClusterSpec, name: str) -> DeviceSpec:
 
 
 def _times(cluster: ClusterSpec, device_name: str, workload: str) -> TimesSpec:
-    """A device's own times, or those of the device it is like, scaled."""
+    """Return a device's own times, or those of the device it is like, scaled."""
     device = _device(cluster, device_name)
     if not device.like:
         return device.times[workload]
@@ -213,42 +212,32 @@ def _times(cluster: ClusterSpec, device_name: str, workload: str) -> TimesSpec:
     return TimesSpec(base.launch_ms, base.fixed_ms, base.sample_us / device.speed, base.sharpness, largest)
 
 
-def _limits(cluster: ClusterSpec, workload: str, times: list[TimesSpec]) -> IntArray:
-    """What each rank's memory holds: the largest batch of its device, by the memory that it has of it."""
-    limits = []
-    for position, node in enumerate(cluster.node):
-        memory_gb = _device(cluster, node.device).memory_gb
-        base = times[sum(other.count for other in cluster.node[:position])].max_batch
-        largest = int(base * node.share * (node.memory_gb or memory_gb) / memory_gb)
-        if largest < 1:
-            key, value = ("memory_gb", node.memory_gb) if node.memory_gb is not None else ("share", node.share)
-            raise ClusterFileError(
-                f"node[{position}].{key} is {value}: that does not hold one sample of {workload}, of which the whole "
-                f"{node.device} with {memory_gb:g} GB holds {base}; raise it or leave the node out"
-            )
-        limits += [largest] * node.count
-    return np.array(limits, dtype=np.int64)
+def _limit(cluster: ClusterSpec, node: NodeSpec, workload: str, times: TimesSpec) -> int:
+    """Return the largest batch of a rank: that of its device, in proportion to the memory that it has of it."""
+    memory_gb = _device(cluster, node.device).memory_gb
+    largest = int(times.max_batch * node.share * (node.memory_gb or memory_gb) / memory_gb)
+    if largest < 1:
+        key, value = ("memory_gb", node.memory_gb) if node.memory_gb is not None else ("share", node.share)
+        raise ClusterFileError(
+            f"node[{cluster.node.index(node)}].{key} is {value}: that does not hold one sample of {workload}; the "
+            f"whole {node.device} with {memory_gb:g} GB holds {times.max_batch}; raise it or leave the node out"
+        )
+    return largest
 
 
 def _ring_seconds(cluster: ClusterSpec, bucket_bytes: FloatArray) -> FloatArray:
-    """c_j of a ring that visits servers one after another, [J]."""
-    num_ranks = cluster.num_ranks
+    """Return c_j of a ring that visits servers one after another, [J]."""
+    num_ranks, link = cluster.num_ranks, cluster.link
     if num_ranks == 1:
         return np.zeros_like(bucket_bytes)
-    num_servers = sum(_servers(node) for node in cluster.node)
-    between = num_servers if num_servers > 1 else 0
-    link = cluster.link
-    slowest_gbit = min(
-        [link.local_bandwidth_gbit] * (num_ranks > between)
-        + [link.bandwidth_gbit, *(node.link_gbit for node in cluster.node if node.link_gbit)] * (between > 0)
-    )
+    num_servers = sum(-(-node.count // node.per_server) for node in cluster.node)
+    hops = []  # bandwidth and latency of the kinds of hops
+    if num_servers > 1:
+        slowest_gbit = min([link.bandwidth_gbit, *(node.link_gbit for node in cluster.node if node.link_gbit)])
+        hops.append((slowest_gbit, link.latency_us))
+    if num_servers == 1 or num_ranks > num_servers:
+        hops.append((link.local_bandwidth_gbit, link.local_latency_us))
     # Each of the 2 (n - 1) rounds takes as long as its slowest hop; a round's latency is that hop's as well.
-    latency_us = max(link.local_latency_us * (num_ranks > between), link.latency_us * (between > 0))
-    seconds: FloatArray = (
-        2 * (num_ranks - 1) * (latency_us * 1e-6 + bucket_bytes / num_ranks / (slowest_gbit * 1e9 / 8))
-    )
+    bytes_per_s, latency_s = min(gbit for gbit, _ in hops) * 1e9 / 8, max(us for _, us in hops) * 1e-6
+    seconds: FloatArray = 2 * (num_ranks - 1) * (latency_s + bucket_bytes / num_ranks / bytes_per_s)
     return seconds
-
-
-def _servers(node: NodeSpec) -> int:
-    return -(-node.count // node.per_server)

@@ -1,10 +1,10 @@
-"""A simulated cluster fitted from a real run's log, and the run again on it: does the simulator tell the truth?
+"""Fits a simulated cluster to a real run's log, and runs its splits again on it: does the simulator tell the truth?
 
 The log has, window by window, each rank's median times at its local batch and one step in full. Curves go through the
 windows' medians by local batch; overlap shares, all-reduce times and each rank's scatter come from the full steps.
-These are steps of middling length, so they show too little scatter, which makes the slowest of n ranks slower: one
-factor on all ranks' scatter is raised until the log's steps take as long as measured. The fit is of the whole run, so a
-rank that changed its speed on the way is fitted as if it had not.
+These are steps of median length, so they show too little scatter, and scatter is what makes the slowest of n ranks
+slower: one factor on all ranks' scatter is raised until the log's steps take as long as measured. The fit is of the
+whole run: a rank that changed its speed is fitted as if it had not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LEAST_JITTER, _MOST_JITTER = 0.001, 0.3
 _STEPS = 400  # simulated for each split that is compared
 _HALVINGS = 12  # of the range in which the scatter is sought
 _ALL = slice(None)
-_MOST_POINTS = 32  # local batches of a rank that the fit looks at
+_MOST_POINTS = 32  # local batches per rank that the fit looks at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +39,12 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """Simulated over measured, less 1."""
+        """Simulated over measured time, minus 1."""
         return self.simulated_s / self.measured_s - 1
 
 
 def machine_from_log(log: RunLog, part: slice = _ALL) -> Machine:
-    """The cluster that a run log tells of, or a part of its windows.
+    """Return the cluster that a run log, or a part of its windows, describes.
 
     Raises:
         RunLogError: the log has no window with a step in full.
@@ -81,7 +81,7 @@ def machine_from_log(log: RunLog, part: slice = _ALL) -> Machine:
 
 
 def _scattered(machine: Machine, log: RunLog, part: slice) -> Machine:
-    """The machine with the least factor, from 1, on its ranks' scatter that makes steps as long as measured."""
+    """Return the machine with the least factor (>= 1) on its ranks' scatter that makes steps as long as measured."""
 
     def at(factor: float) -> Machine:
         return replace(machine, jitter=np.minimum(factor * machine.jitter, _MOST_JITTER))
@@ -100,7 +100,7 @@ def _scattered(machine: Machine, log: RunLog, part: slice) -> Machine:
 
 
 def compare(log: RunLog, machine: Machine, part: slice = _ALL, *, seed: int = 0) -> list[Comparison]:
-    """Every split of the log, or of a part of its windows, again on the machine, by how often it came."""
+    """Run every split of the log, or of a part of its windows, on the machine; the most frequent comes first."""
     groups: dict[tuple[int, ...], list[float]] = {}
     for record in _usable(log, part):
         if record.step_ms is not None:
@@ -121,7 +121,7 @@ def compare(log: RunLog, machine: Machine, part: slice = _ALL, *, seed: int = 0)
 
 
 def _usable(log: RunLog, part: slice) -> list[WindowRecord]:
-    """Windows measured on all ranks, without the run's first."""
+    """Return the windows measured on all ranks, without the run's first."""
     complete = [
         record
         for record in log.windows[_SKIPPED:][part]
@@ -137,10 +137,9 @@ def _usable(log: RunLog, part: slice) -> list[WindowRecord]:
 
 
 def _curve(records: list[WindowRecord], name: str) -> Curve:
-    """Each rank's curve through the medians of its windows, by local batch."""
+    """Fit each rank's curve to the medians of its windows, by local batch."""
     ranks = len(records[0].local_batches)
-    batches = np.ones((ranks, _MOST_POINTS))
-    seconds = np.ones((ranks, _MOST_POINTS))
+    batches, seconds = np.ones((2, ranks, _MOST_POINTS))
     weights = np.zeros((ranks, _MOST_POINTS))
     for rank in range(ranks):
         points: dict[int, list[tuple[float, int]]] = {}
@@ -156,15 +155,11 @@ def _curve(records: list[WindowRecord], name: str) -> Curve:
 
 
 def _jitter(windows: list[StepWindow], curves: list[Curve]) -> FloatArray:
-    """Each rank's relative scatter about its curves, from the steps in full."""
+    """Return each rank's relative scatter about its curves, from the steps in full."""
     forward, backward = curves
-    residuals = np.stack(
-        [
-            np.log((w.before_s[0] + w.ready_s[0, :, -1]) / (forward.at(b) + backward.at(b)))
-            for w in windows
-            if len(b := w.local_batches[0])
-        ]
-    )
+    batches = np.concatenate([window.local_batches for window in windows])
+    seconds = np.concatenate([window.before_s + window.ready_s[..., -1] for window in windows])
+    residuals = np.log(seconds / (forward.at(batches) + backward.at(batches)))
     spread = 1.4826 * np.median(np.abs(residuals - np.median(residuals, axis=0)), axis=0)
     scatter: FloatArray = np.clip(spread, _LEAST_JITTER, _MOST_JITTER)
     return scatter

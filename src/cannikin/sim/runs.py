@@ -1,15 +1,15 @@
-"""From names to runs: a policy on a cluster with a workload, as the command line says them.
+"""Turns names into runs: a policy on a cluster with a workload, as on the command line.
 
-A policy is one of the core's by name, shown every window as in the runtime; `NAME@epoch` is the same planner shown one
-window an epoch, which is how LB-BSP's own paper runs it.
+A policy is one of the core's by name, which sees every window as in the runtime. `NAME@epoch` is the same planner that
+sees one window per epoch, as in LB-BSP's own paper.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable
 
+from cannikin.core.cutting import least_local
 from cannikin.core.planner import Planner
 from cannikin.core.policies import POLICIES, make_planner
 from cannikin.core.values import Job
@@ -19,33 +19,29 @@ from cannikin.sim.catalog import load_cluster_spec
 from cannikin.sim.hardware import Machine, build_machine
 from cannikin.sim.simulation import RunResult, Simulation
 from cannikin.sim.workload import Workload, find_workload
+from cannikin.toml_files import nearest
 
 EPOCH_FACTOR = 20.0  # a run without an end stops after this many times the epochs that the measured run had
 
 
 def find_machine(cluster: str, workload: str) -> Machine:
-    """A cluster, by name or file, that runs a workload.
-
-    >>> find_machine("c", "bert").num_ranks
-    16
-    """
+    """Return a cluster, by name or file, that runs a workload."""
     return build_machine(load_cluster_spec(cluster), workload, find_workload(workload).spec)
 
 
 def job_for(
     machine: Machine, workload: Workload, *, batch_size: int | None = None, max_batch_size: int | None = None
 ) -> Job:
-    """The job that trains a workload on a machine, with what its ranks' memories hold as bounds.
+    """Return the job that trains a workload on a machine, within what its ranks' memories hold.
 
-    A total batch of the paper's that does not give every rank its least (2 samples with batch norm, as in the runtime)
-    is raised to what does. Without `max_batch_size` the workload's own is the largest total; equal to `batch_size` it
-    keeps the total fixed.
+    The paper's total batch is raised where it does not give every rank its least (`least_local`). Without
+    `max_batch_size` the workload's own is the largest total; equal to `batch_size` it keeps the total fixed.
 
     >>> job_for(find_machine("b", "bert"), find_workload("bert")).batch_size
     16
     """
     spec = workload.spec
-    least = 2 if spec.batch_norm else 1
+    least = least_local(spec.batch_norm)
     initial = max(spec.batch_size, least * machine.num_ranks) if batch_size is None else batch_size
     largest = max(spec.max_batch_size, initial) if max_batch_size is None else max_batch_size
     return Job(
@@ -59,7 +55,7 @@ def job_for(
 
 
 def named_planner(policy: str, job: Job, *, batch_norm: bool = False) -> tuple[Planner, str]:
-    """The planner of a policy's name, and its pace.
+    """Return the planner of a policy's name, and its pace.
 
     >>> named_planner("lb-bsp@epoch", Job(num_ranks=2, batch_size=8))[1]
     'epoch'
@@ -67,13 +63,12 @@ def named_planner(policy: str, job: Job, *, batch_norm: bool = False) -> tuple[P
     name, _, pace = policy.partition("@")
     name = name.replace("_", "-")
     if name not in POLICIES or pace not in ("", "window", "epoch"):
-        near = difflib.get_close_matches(name, POLICIES, n=1)
-        hint = f"did you mean {near[0]}? " if near and name not in POLICIES else ""
+        hint = nearest(name, tuple(POLICIES)) if name not in POLICIES else ""
         raise InvalidInputError(
             f"policy {policy!r} is unknown: {hint}choose one of {', '.join(POLICIES)}; "
-            "with @epoch behind it, it sees one window an epoch"
+            "with @epoch behind it, it sees one window per epoch"
         )
-    # Plain DDP learns nothing: what it is shown makes no difference, and long chunks are quick.
+    # Plain DDP learns nothing from windows, and steps are simulated more quickly without them.
     return make_planner(name, job, batch_norm=batch_norm), "epoch" if name == "even" else pace or "window"
 
 
@@ -93,12 +88,11 @@ def simulate(
 
     Args:
         machine, workload: from `find_machine` and `find_workload`.
-        policy: as `named_planner` knows it.
+        policy: a name that `named_planner` knows.
         job: what the planner may choose from; `job_for` where left out.
-        seed: of all noise.
         max_epochs: passes over the data after which the run stops; 20 times those of the measured run where left out.
-        observers, tags: who is told, and what else the header says.
-        on_progress: called with the share of the run that is done, now and then.
+        seed, observers, on_progress: as in `Simulation`.
+        tags: what else the header holds.
 
     Example:
         >>> machine, workload = find_machine("a", "bert"), find_workload("bert")

@@ -1,9 +1,8 @@
 """Drives a planner through a simulated run, as the runtime drives it through a real one: steps, windows, plans.
 
-The core's `Schedule` says when, as in the runtime without worker processes: how long windows are, in which steps
-gradient norms are taken, from which step a plan is in force. A planner paced by epochs (`pace="epoch"`) sees the last
-steps of each epoch and nothing else. Epochs are cut as the runtime cuts them, with a short last batch. Nothing here
-decides anything.
+The core's `Schedule` says how long windows are, in which steps gradient norms are taken, and from which step a plan is
+in force, as in the runtime without worker processes. A planner paced by epochs (`pace="epoch"`) sees the last steps of
+each epoch and nothing else. Epochs are cut as the runtime cuts them, with a short last batch.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from cannikin._version import __version__
-from cannikin.core.cutting import cut
+from cannikin.core.cutting import cut, least_local
 from cannikin.core.lr import LR_RULES
 from cannikin.core.planner import Decision, Planner
 from cannikin.core.schedule import IN_FORCE, Schedule, takes_norms
@@ -38,7 +37,7 @@ from cannikin.sim.hardware import Machine, StepTimes
 from cannikin.sim.workload import Workload, sample_sqnorms
 
 _MAX_CHUNK = 2048  # steps simulated at once where no planner looks
-_PADDING = 2  # samples that a rank without any computes on, for nothing
+_PADDING = 2  # samples in the batch of a rank that gets none; their gradient does not count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +77,8 @@ class Simulation:
         planner, job: who plans, and what for; `job.num_samples` ends epochs.
         workload: what steps are worth; None for a run that only takes time, without norms.
         seed: of all noise; the same seed, planner and machine give the same run.
-        pace: "window", or "epoch" for a planner that is shown one window an epoch.
-        observers: told what the runtime would tell them, in simulated time.
+        pace: "window", or "epoch" for a planner that sees one window per epoch.
+        observers: get the records that the runtime would write, in simulated time.
         on_progress: called with the share of the run that is done, now and then.
     """
 
@@ -99,12 +98,37 @@ class Simulation:
         self.pace = pace
         self.step, self.samples, self.progress, self.elapsed_s, self.planner_s = 0, 0, 0.0, 0.0, 0.0
         self.epochs: list[EpochRecord] = []
-        self._teller = _Teller(observers, job, workload)
-        self._on_progress = on_progress
+        self._observers, self._on_progress = observers, on_progress
         self._rng = np.random.default_rng(seed)
         self._schedule = Schedule(job, planner.decide(None, job, 0))
         self._plans: list[tuple[int, Plan]] = [(0, self._schedule.newest)]
         self._epoch_start = (0, 0.0, 0.0)  # step, elapsed and planner's time at the start of the epoch
+
+    def begin(self, policy: str, tags: dict[str, str]) -> None:
+        """Write down what runs, on what, and the first plan."""
+        model = ModelInfo()
+        if self.workload is not None:
+            spec = self.workload.spec
+            sizes = tuple(int(size * 1e6) for size in spec.bucket_mb)
+            model = ModelInfo(name=spec.title, num_parameters=int(spec.num_parameters), bucket_bytes=sizes)
+        self._write(
+            Header(
+                cannikin_version=__version__,
+                started="",
+                policy=policy,
+                world_size=self.job.num_ranks,
+                job=job_info(self.job),
+                ranks=tuple(RankInfo(name=name, device=name) for name in self.machine.names),
+                model=model,
+                tags={"simulated": "yes", **tags},
+            ),
+            plan_record(self._schedule.decision, 0, elapsed_ms=0.0),
+        )
+
+    def _write(self, *records: Record) -> None:
+        for record in records:
+            for observer in self._observers:
+                observer.write(record)
 
     def run(self, *, max_epochs: float = math.inf, max_steps: float = math.inf) -> RunResult:
         """Train until the target, or until either limit; a run without any would never end, and is refused."""
@@ -132,19 +156,19 @@ class Simulation:
         return self.samples / self.job.num_samples if self.job.num_samples else 0.0
 
     def _steps_left(self, max_epochs: float, max_steps: float) -> int:
-        """Steps until either limit, under the plan in force."""
+        """Return the steps until either limit, under the plan in force."""
         samples = math.inf if not self.job.num_samples else max_epochs * self.job.num_samples - self.samples
         left = min(max_steps - self.step, samples / self._total_batch, 2.0**62)
         return max(0, math.ceil(left))
 
     def _steps_before_look(self) -> int:
-        """Steps until the last window of this epoch, under the plan in force."""
+        """Return the steps until the last window of this epoch, under the plan in force."""
         left = (self.job.num_samples or 0) * (len(self.epochs) + 1) - self.samples
         steps = math.ceil(left / self._total_batch)
         return max(0, steps - self._schedule.window_steps(self.step + steps))
 
     def _advance(self, num_steps: int) -> StepWindow | None:
-        """Take steps; the window of the last chunk, or None where there was nothing to do."""
+        """Take steps, and return the window of the last chunk; None where there was nothing to do."""
         window, end = None, self.step + num_steps
         goal = math.inf if self.workload is None else self.workload.target_progress
         while self.step < end and self.progress < goal:
@@ -158,7 +182,7 @@ class Simulation:
     def _cut(self, batches: IntArray) -> IntArray:
         """Cut the last batch of every epoch short, as the runtime does, [S, n]; a rank may be left without samples."""
         num_samples, first, position = self.job.num_samples, 0, self.samples % (self.job.num_samples or 1)
-        min_local = 2 if self.workload is not None and self.workload.spec.batch_norm else 1
+        min_local = least_local(self.workload is not None and self.workload.spec.batch_norm)
         while num_samples:
             ends = position + batches[first:].sum(axis=1).cumsum()
             reached = int(np.searchsorted(ends, num_samples))
@@ -203,10 +227,12 @@ class Simulation:
         )
         self.epochs.append(record)
         self._epoch_start = (step, elapsed_s, self.planner_s)
-        self._teller.evaluated(step, record.metric, elapsed_s)
+        if self.workload is not None:
+            data: dict[str, Any] = {self.workload.spec.metric_name: record.metric}
+            self._write(EventRecord(step=step, kind="eval", data=data, elapsed_ms=elapsed_s * 1e3))
 
     def _window(self, batches: IntArray, times: StepTimes) -> StepWindow:
-        """What the runtime would have gathered; the first step of a run never counts."""
+        """Return what the runtime would have measured; the first step of a run never counts."""
         shape = batches.shape
         steps = self.step + np.arange(len(batches))
         local, total = np.full(shape, np.nan), np.full(len(batches), np.nan)
@@ -235,11 +261,23 @@ class Simulation:
         if (plan.local_batches, plan.reason) != (last.local_batches, last.reason):
             self._plans.append((self.step, plan))
         self._schedule.install(decision, self.step)
-        self._teller.decided(window, decision, progress=self.progress, elapsed_s=self.elapsed_s)
+        if self._observers:
+            self._write_decision(window, decision)
 
-    def begin(self, policy: str, tags: dict[str, str]) -> None:
-        """Tell the observers what runs, on what."""
-        self._teller.begin(self.machine, policy, self._schedule.decision, tags)
+    def _write_decision(self, window: StepWindow, decision: Decision) -> None:
+        """Write down a window and the plan that it led to."""
+        passes = factor = None
+        if self.workload is not None:
+            passes = self.progress / self.workload.epoch_progress
+            initial, total = self.job.batch_size, decision.plan.total_batch
+            gain = 1.0 if decision.noise is None else decision.noise.gain(total, initial)
+            rule = LR_RULES[self.workload.spec.lr_rule]
+            factor = rule(total, initial_batch=initial, gain=gain, progress=math.inf)
+        elapsed_ms = self.elapsed_s * 1e3
+        records = decision_records(
+            window, decision, num_lost_before=0, progress=passes, lr_factor=factor, elapsed_ms=elapsed_ms
+        )
+        self._write(*records)  # no gradient of a simulated run is ever lost
 
     def _result(self, goal: float, max_epochs: float) -> RunResult:
         reached = self.workload is not None and self.progress >= goal
@@ -254,7 +292,7 @@ class Simulation:
             reason += f" with {name} {metric:.4g}: target {self.workload.target:g} not reached"
             if math.isinf(goal):
                 reason += ", which the measured run never reaches either"
-        self._teller.end(self.step, reason, self.elapsed_s)
+        self._write(EventRecord(step=self.step, kind="end", text=reason, elapsed_ms=self.elapsed_s * 1e3))
         return RunResult(
             reached=reached,
             reason=reason,
@@ -266,62 +304,3 @@ class Simulation:
             epochs=tuple(self.epochs),
             planner_s=self.planner_s,
         )
-
-
-class _Teller:
-    """Writes header, windows, plans and events to every observer."""
-
-    def __init__(self, observers: tuple[Observer, ...], job: Job, workload: Workload | None) -> None:
-        self._observers, self._job, self._workload = observers, job, workload
-
-    def begin(self, machine: Machine, policy: str, first: Decision, tags: dict[str, str]) -> None:
-        """Say what runs, on what, and the first plan."""
-        model = ModelInfo()
-        if self._workload is not None:
-            spec = self._workload.spec
-            sizes = tuple(int(size * 1e6) for size in spec.bucket_mb)
-            model = ModelInfo(name=spec.title, num_parameters=int(spec.num_parameters), bucket_bytes=sizes)
-        self._tell(
-            Header(
-                cannikin_version=__version__,
-                started="",
-                policy=policy,
-                world_size=self._job.num_ranks,
-                job=job_info(self._job),
-                ranks=tuple(RankInfo(name=name, device=name) for name in machine.names),
-                model=model,
-                tags={"simulated": "yes", **tags},
-            )
-        )
-        self._tell(plan_record(first, 0, elapsed_ms=0.0))
-
-    def decided(self, window: StepWindow, decision: Decision, *, progress: float, elapsed_s: float) -> None:
-        """Write down a window and the plan that came of it."""
-        if not self._observers:
-            return
-        passes = factor = None
-        if self._workload is not None:
-            passes = progress / self._workload.epoch_progress
-            initial, total = self._job.batch_size, decision.plan.total_batch
-            gain = 1.0 if decision.noise is None else decision.noise.gain(total, initial)
-            rule = LR_RULES[self._workload.spec.lr_rule]
-            factor = rule(total, initial_batch=initial, gain=gain, progress=math.inf)
-        # No gradient of a simulated run is ever lost.
-        for record in decision_records(
-            window, decision, num_lost_before=0, progress=passes, lr_factor=factor, elapsed_ms=elapsed_s * 1e3
-        ):
-            self._tell(record)
-
-    def evaluated(self, step: int, metric: float, elapsed_s: float) -> None:
-        """Write down the metric at an epoch's end."""
-        if self._workload is not None:
-            data: dict[str, Any] = {self._workload.spec.metric_name: metric}
-            self._tell(EventRecord(step=step, kind="eval", data=data, elapsed_ms=elapsed_s * 1e3))
-
-    def end(self, step: int, reason: str, elapsed_s: float) -> None:
-        """Say that and why the run is over."""
-        self._tell(EventRecord(step=step, kind="end", text=reason, elapsed_ms=elapsed_s * 1e3))
-
-    def _tell(self, record: Record) -> None:
-        for observer in self._observers:
-            observer.write(record)

@@ -5,7 +5,7 @@ Legend: B total batch, G = |G|^2, S = tr Sigma of one sample's gradient, phi = S
     gain(B) = B/B0 (phi + B0)/(phi + B)        B0-steps that one step is worth (AdaScale)
 
 Progress grows by the true gain of every step, so a batch beyond the noise scale costs epochs, whatever a planner
-believes. Where the metric reaches its target was measured at B0.
+believes. The progress at which the metric reaches its target was measured at B0.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Workload:
     target: float
 
     def moments(self, progress: float) -> tuple[float, float]:
-        """G and S at this progress, interpolated between measured epochs in logarithms."""
+        """Return G and S at this progress, interpolated between measured epochs in logarithms."""
         signal, noise = self._interpolated(progress)
         return float(signal), float(noise)
 
@@ -45,18 +45,14 @@ class Workload:
         return signal, noise
 
     def gains(self, total_batches: npt.ArrayLike, progress: npt.ArrayLike) -> FloatArray:
-        """B0-steps that one step of each total batch is worth at this progress, one for all or one for each.
-
-        >>> find_workload("cifar10").gains([128], 0.0).tolist()
-        [1.0]
-        """
+        """Return the B0-steps that one step of each total batch is worth, at one progress for all or one for each."""
         signal, noise = self._interpolated(progress)
         initial, totals = self.spec.curve.initial_batch, np.asarray(total_batches, dtype=np.float64)
         gains: FloatArray = totals / initial * (noise + initial * signal) / (noise + totals * signal)
         return gains
 
     def metric(self, progress: float) -> float:
-        """The metric at this progress: before the first measured epoch, that epoch's."""
+        """Return the metric at this progress; before the first measured epoch it is that epoch's."""
         return float(np.interp(progress, self.spec.curve.progress, self.spec.curve.metric))
 
     @property
@@ -77,11 +73,7 @@ class Workload:
 
 
 def find_workload(name: str, target: float | None = None) -> Workload:
-    """The workload of that name, with the paper's target or another.
-
-    >>> find_workload("imagenet").target
-    0.75
-    """
+    """Return the workload of that name, with the paper's target or another."""
     spec = load_workload(name)
     if target is not None and not math.isfinite(target):
         raise InvalidInputError(f"target={target}: give a finite {spec.metric_name}")
@@ -91,7 +83,7 @@ def find_workload(name: str, target: float | None = None) -> Workload:
 def sample_sqnorms(
     local_batches: IntArray, signal_sqnorm: float, noise_trace: float, rng: np.random.Generator
 ) -> tuple[FloatArray, FloatArray]:
-    """Squared norms of the ranks' gradients, [S, n], and of their weighted mean, [S], for normal gradients.
+    """Draw squared norms of the ranks' gradients, [S, n], and of their weighted mean, [S], for normal gradients.
 
     g_i = G + e_i,   e_i normal with trace S/b_i,   g = sum_i b_i/B g_i
     """
