@@ -1,24 +1,24 @@
 """The run log: what a training run, real or simulated, leaves for reports, live views, resumes and replays.
 
-One file, `runlog.jsonl`, written by rank 0: append-only, one JSON object a line, each with a `type`:
+One file, `runlog.jsonl`, written by rank 0: append-only, one JSON object per line, each with a `type`:
 
     header    what runs, on what; once, and again each time the run resumes      `Header`
     window    what a window of steps took, rank by rank                          `WindowRecord`
     plan      what the planner decided, and why                                  `PlanRecord`
-    event     anything else worth telling                                        `EventRecord`
+    event     anything else that readers should know                             `EventRecord`
 
 Rules of the format, version 1:
 
 - A line counts once its newline is there. A line cut short (a kill, a full disk) is ignored, wherever it is.
-- Times are milliseconds. NaN and infinity are not JSON: they are written as null, which so means "no finite number".
-- New types and new fields may come without a new version; readers skip and count the types they do not know, and
-  ignore such fields. Anything that changes a meaning raises `version`, and other versions are refused.
+- Times are milliseconds. NaN and infinity are not JSON: they are written as null, which thus means "no finite number".
+- New types and new fields may come without a new version; readers skip and count lines of unknown types, and ignore
+  unknown fields. Anything that changes a meaning raises `version`, and other versions are refused.
 - Records stand in the order they were written. After a resume from an older state, step numbers go back.
 - The log is small on purpose: a window holds medians over its steps and one step's full timeline, not every step.
   `replay_window` gives that one step back as a `StepWindow`, enough to fit a model of the cluster; the squared norms of
-  single steps are not kept, only the noise scale that came of them.
+  single steps are not kept, only the noise scale estimated from them.
 
-The lines are in the page cache once written, so they outlive the process, however it ends; a power cut may take the
+The lines are in the page cache once written, so they outlive the process, however it ends; a power cut may lose the
 last ones.
 """
 

@@ -1,4 +1,4 @@
-"""From the values of the core to the records of a log, seconds to milliseconds, and back for a replay.
+"""Turns the values of the core into records of a log, seconds into milliseconds, and back for a replay.
 
 Legend: S steps of a window, n ranks, J gradient buckets.
 """
@@ -30,7 +30,7 @@ _DECIMALS = 4  # of a millisecond: finer than any clock used, and half the bytes
 
 
 def job_info(job: Job) -> JobInfo:
-    """A job as a header has it, one pair of bounds a rank.
+    """Return a job as a header has it, with one pair of bounds per rank.
 
     Example:
         >>> job_info(Job(num_ranks=2, batch_size=64, max_local=(48, 2**53))).max_local
@@ -49,10 +49,10 @@ def job_info(job: Job) -> JobInfo:
 def decision_records(
     window: StepWindow, decision: Decision, *, num_lost_before: int, elapsed_ms: float, **measured: Any
 ) -> Iterator[Record]:
-    """Yield the records of one decision: the window it was made of, the events that show in it, and the plan.
+    """Yield the records of one decision: the window behind it, the events that show in it, and the plan.
 
     Args:
-        window, decision: what the planner was shown, and what it made of it.
+        window, decision: what the planner saw, and what it decided.
         num_lost_before: steps of earlier windows whose gradient was not finite.
         elapsed_ms: since the start of the run.
         **measured: as in `window_record`.
@@ -128,12 +128,12 @@ def window_record(
     elapsed_ms: float | None = None,
     bucket_bytes: tuple[int, ...] = (),
 ) -> WindowRecord:
-    """A window as medians over its steps, and the full timeline of the step whose duration is the median one.
+    """Return a window as medians over its steps, with the full timeline of the step of median duration.
 
     Only the valid steps of the most frequent split count (the latest such split, should two be equally frequent): a
     plan that took effect inside the window, or an epoch's short last batch, does not blur the medians. There is no
-    timeline where no step counts on every rank. `other_ms` is a mean over all valid steps: what happens in few of them
-    has a median of 0.
+    timeline where no step counts on every rank. `other_ms` is a mean over all valid steps: the median of work that
+    happens in few of them would be 0.
 
     Args:
         window: what was measured, at least one step.
@@ -181,7 +181,7 @@ def window_record(
 
 
 def replay_window(record: WindowRecord) -> StepWindow | None:
-    """The step of a record's timeline as a window of one step, without norms; None where there is no timeline.
+    """Return the step of a record's timeline as a window of one step, without norms; None without a timeline.
 
     Example:
         >>> line = Timeline(step=12, local_batches=(24, 8), before_ms=(10.0, 12.0), ready_ms=((20.0,), (23.0,)),
@@ -210,7 +210,7 @@ def replay_window(record: WindowRecord) -> StepWindow | None:
 
 
 def _usual_split(window: StepWindow) -> tuple[int, ...]:
-    """The split with the most valid measurements; of several, the latest."""
+    """Return the split with the most valid measurements; of several, the latest."""
     counts: dict[tuple[int, ...], int] = {}
     rows = zip(window.local_batches.tolist(), window.valid.sum(axis=1).tolist(), strict=True)
     for batches, num_valid in reversed(list(rows)):
@@ -219,7 +219,7 @@ def _usual_split(window: StepWindow) -> tuple[int, ...]:
 
 
 def _waits(tail_s: FloatArray, counted: BoolArray) -> FloatArray:
-    """How much longer each rank took from its last bucket to the end than the rank that took least, [S, n]."""
+    """Return how much longer each rank took from its last bucket to the end than the quickest one, [S, n]."""
     with np.errstate(invalid="ignore"):
         shortest_s = np.where(counted, tail_s, np.inf).min(axis=1, keepdims=True)
         waits: FloatArray = tail_s - shortest_s
@@ -227,7 +227,7 @@ def _waits(tail_s: FloatArray, counted: BoolArray) -> FloatArray:
 
 
 def _medians(values: FloatArray, counted: BoolArray) -> FloatArray:
-    """Median of each column over its finite counted entries; inf where it has none."""
+    """Return the median of each column over its finite counted entries; inf where it has none."""
     finite = counted & np.isfinite(values)
     ordered = np.sort(np.where(finite, values, np.inf), axis=0)
     num, column = finite.sum(axis=0), np.arange(values.shape[1])
@@ -236,7 +236,7 @@ def _medians(values: FloatArray, counted: BoolArray) -> FloatArray:
 
 
 def _means(values: FloatArray, counted: BoolArray) -> FloatArray:
-    """Mean of each column over its finite counted entries; inf where it has none."""
+    """Return the mean of each column over its finite counted entries; inf where it has none."""
     finite = counted & np.isfinite(values)
     num = finite.sum(axis=0)
     means: FloatArray = np.where(num > 0, np.where(finite, values, 0.0).sum(axis=0) / np.maximum(num, 1), np.inf)
@@ -244,7 +244,7 @@ def _means(values: FloatArray, counted: BoolArray) -> FloatArray:
 
 
 def _timeline(window: StepWindow, step_s: FloatArray, bucket_bytes: tuple[int, ...]) -> Timeline | None:
-    """The step in the middle by duration; infinite durations are steps that may not be taken."""
+    """Return the step of median duration; a step of infinite duration is not eligible."""
     num = int(np.isfinite(step_s).sum())
     if not num:
         return None
@@ -280,5 +280,5 @@ def _goodput(samples_per_s: float) -> Real:
 
 
 def _finite(value: Any) -> Real:
-    """The number, or None where it is none."""
+    """Return the number, or None where it is not finite or not known."""
     return float(value) if value is not None and math.isfinite(value) else None

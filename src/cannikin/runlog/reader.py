@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import stat
 import weakref
@@ -9,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -76,7 +76,7 @@ class RunLog:
 
 
 def run_inside(path: str | os.PathLike[str]) -> Path | None:
-    """The first run directory in a folder that is none itself, such as `cannikin demo` leaves; None without one."""
+    """Return the first run directory in a folder that is none itself, as `cannikin demo` makes it; None without one."""
     if not os.path.isdir(path):
         return None
     return min((log.parent for log in Path(path).glob(f"*/{RUNLOG_NAME}")), default=None)
@@ -132,18 +132,16 @@ class RunLogReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Let go of the file; again is fine."""
+        """Close the file; a second call does nothing."""
         self._closer()
 
     @property
     def truncated(self) -> bool:
-        """Whether what was read so far ends inside a line."""
+        """Whether the bytes read so far end inside a line."""
         return bool(self._rest)
 
     @property
@@ -157,11 +155,11 @@ class RunLogReader:
         return (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino) or here.st_size < self._position
 
     def poll(self) -> list[Record]:
-        """The records completed since the last call; an empty list where there are none."""
+        """Return the records completed since the last call."""
         return list(self.records())
 
     def records(self) -> Iterator[Record]:
-        """The same one by one, for logs that do not fit into memory."""
+        """Yield the same records one by one, for logs that do not fit into memory."""
         end = self._end()  # as of now: a writer may be faster than its reader
         while self._position < end and (chunk := self._read()):
             *lines, self._rest = (self._rest + chunk).split(b"\n")
@@ -186,7 +184,7 @@ class RunLogReader:
         return chunk
 
     def _begin(self, lines: list[bytes]) -> None:
-        """Refuse what does not begin like a log of ours, as soon as that shows."""
+        """Refuse a file that does not begin like a run log, as soon as that shows."""
         if lines:
             check_first_line(lines[0], self.path)
             self._begun = True
@@ -194,7 +192,7 @@ class RunLogReader:
             raise RunLogError(_foreign(self.path))
 
     def _decoded(self, line: bytes) -> Record | None:
-        """The record in a line; None, and counted, where there is none that this version can read."""
+        """Return the record in a line; None, and count the line, where this version cannot read it."""
         try:
             return self._decoder.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -232,7 +230,7 @@ def _foreign(path: str | os.PathLike[str]) -> str:
 
 
 def read_runlog(path: str | os.PathLike[str], *, details: bool = True) -> RunLog:
-    """A whole log, finished, broken off or still being written.
+    """Read a whole log, finished, broken off or still being written.
 
     Args:
         path: a log, or a run directory that holds one.
@@ -273,11 +271,9 @@ def read_runlog(path: str | os.PathLike[str], *, details: bool = True) -> RunLog
 
 
 def _says_end(records: list[Record]) -> bool:
-    """Whether an event "end" follows the last header."""
-    for record in reversed(records):
-        if isinstance(record, Header) or (isinstance(record, EventRecord) and record.kind == "end"):
-            return not isinstance(record, Header)
-    return False
+    """Return whether an event "end" follows the last header."""
+    later = itertools.takewhile(lambda record: not isinstance(record, Header), reversed(records))
+    return any(isinstance(record, EventRecord) and record.kind == "end" for record in later)
 
 
 def _without_details(record: Record) -> Record:
@@ -291,7 +287,7 @@ def _without_details(record: Record) -> Record:
 
 @contextmanager
 def numbers_only(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Refuse a log with whole numbers beyond any that are measured, which JSON can hold and a float cannot."""
+    """Refuse a log with whole numbers that are too large for a float, which no measurement is."""
     try:
         yield
     except OverflowError as error:

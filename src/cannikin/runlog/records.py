@@ -1,6 +1,6 @@
 """The records of a run log, as they are in memory and, field by field, in the file.
 
-Legend: n ranks, J gradient buckets. `Real` is a finite number or None: what was NaN or infinite, or is not known.
+Legend: n ranks, J gradient buckets. `Real` is a finite number, or None where it was NaN or infinite or is not known.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Reals = tuple[float | None, ...]
 
 
 class JobInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the planner may choose from; None in `max_local` is no bound, in `max_batch_size` a fixed total batch."""
+    """What the planner may choose from; None means no bound in `max_local`, a fixed total in `max_batch_size`."""
 
     batch_size: int
     max_batch_size: int | None = None
@@ -37,9 +37,9 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What is trained; `bucket_bytes` has one entry a gradient bucket, in the order they are reduced.
+    """What is trained; `bucket_bytes` has one entry per gradient bucket, in the order they are reduced.
 
-    A real run's buckets are not known before it has begun: `Timeline.bucket_bytes` has them.
+    A real run's buckets are not known before it has begun: `Timeline.bucket_bytes` has their sizes.
     """
 
     name: str = ""
@@ -51,13 +51,13 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="h
     """What runs, on what. The first record of a log, and the first after each resume.
 
     Args:
-        cannikin_version, torch_version: as the packages say; "" for a torch that takes no part.
+        cannikin_version, torch_version: as the packages say; "" where torch is not used.
         started: ISO 8601 time at which this process began, by the caller's clock.
         policy: the planner's name.
-        world_size: n. `ranks` has one entry a rank, or none.
+        world_size: n. `ranks` has one entry per rank, or none.
         first_step: step the run begins with; above 0 where it resumes.
-        precision: such as "float32" or "bfloat16".
-        tags: whatever else tells runs apart.
+        precision: for instance "float32" or "bfloat16".
+        tags: anything else that tells runs apart.
     """
 
     format: str = FORMAT
@@ -94,8 +94,8 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
         local_batches: b_i, [n].
         before_ms: a_i, optimizer step and forward, [n].
         ready_ms, done_ms: moments each bucket was ready and its all-reduce done, after the rank's own start of
-            backward, [n, J]. Ranks' clocks differ: line them up by the end of the last all-reduce.
-        bucket_bytes: what each bucket's all-reduce carries, [J]; () where not known, or as the header says.
+            backward, [n, J]. Ranks' clocks differ: align them by the end of the last all-reduce.
+        bucket_bytes: size of each bucket, [J]; () where it is not known, or as in the header.
     """
 
     step: int
@@ -118,12 +118,12 @@ class WindowRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
         done_ms: end of the last all-reduce after start of backward, [n].
         wait_ms: part of done_ms - backward_ms spent waiting for a slower rank, [n]; the rest is communication that no
             computing hid.
-        loader_ms, other_ms: waiting for data, and the user's own work between steps (a mean over all valid steps, for
-            an evaluation is in few of them), [n]; () where not measured.
-        loader_inside: whether `before_ms` has the waiting for data in it, as with a loader without workers.
+        loader_ms, other_ms: waiting for data, and the user's own work between steps, [n]; () where not measured. The
+            latter is a mean over all valid steps, because few of them have work such as an evaluation.
+        loader_inside: whether `before_ms` includes the wait for data, as with a loader without workers.
         elapsed_ms: since the run started, by the caller's clock (simulated time in a simulation).
         progress: passes over the data at the initial batch size, so far.
-        lr_factor: by which the learning rate was multiplied at the window's end.
+        lr_factor: factor on the learning rate at the window's end.
         num_skipped: steps of the window that the optimizer did not take.
     """
 
@@ -151,8 +151,8 @@ class WindowRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
 class PlanRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="plan"):
     """A plan: decided at `step`, in force from `first_step`; `predicted_step_ms` is None while no model is known.
 
-    `candidate_totals` are the total batches that the planner compared at this plan, increasing, the one before among
-    them, and `candidate_goodputs` what each would give, in samples at the initial batch a second; None where the ranks
+    `candidate_totals` are the total batches that the planner compared, increasing, among them the one in force.
+    `candidate_goodputs` says what each would give, in samples at the initial batch per second; None where the ranks
     cannot hold it. Both are empty where the total is fixed or nothing was compared.
     """
 
@@ -179,7 +179,7 @@ class EventRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", t
         epoch           a pass over the data began              data: epoch, position (samples of it already seen),
                                                                 goal (passes of progress asked for), if known
         eval            the user evaluated the model            data: metrics by name
-        end             the run ended as it should, which a run that was killed or raised never says
+        end             the run ended as it should; a run that was killed or raised has no such event
     """
 
     step: int
@@ -193,7 +193,7 @@ Record = Header | WindowRecord | PlanRecord | EventRecord
 
 
 class Observer(Protocol):
-    """Whoever wants to know what a run does: the run log, a live view, a tracker of experiments."""
+    """Receives the records of a run: the run log, a live view, a tracker of experiments."""
 
     def write(self, event: Record, /) -> None:
         """Take one record; the first is a `Header`."""

@@ -1,4 +1,4 @@
-"""Writes a run log, one whole line at a time, and never at the cost of the training it tells of."""
+"""Writes a run log, one whole line at a time; what goes wrong with the log never stops the training."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import os
 import warnings
 import weakref
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
@@ -26,15 +25,15 @@ class RunLogWriter:
     """Appends records to a log, an observer like any other: the first record must be a `Header`.
 
     Each record is one write of a whole line: others can read it at once, and a kill between two writes leaves no half
-    line. (A kill inside a write may, since the kernel then stops at a page's end. Readers leave such a line out, and a
-    resumed run ends it.) A log that cannot be written (a full disk, a folder without permission) warns once and from
-    then on takes nothing: training goes on. So does a record that cannot be put into JSON, which is left out. Nothing
-    is written after `close`.
+    line. (A kill inside a write may leave one, since the kernel then stops at a page's end. Readers skip such a line,
+    and a resumed run ends it.) If the log cannot be written (a full disk, a folder without permission), the writer
+    warns once and drops all further records: training goes on. A record that JSON cannot hold is left out, also with
+    one warning. Nothing is written after `close`.
 
     Args:
         path: the file; missing folders are made.
-        append: go on with a log that is there, as a resumed run does: it gets the new header and an event "resume". A
-            missing log is begun.
+        append: whether to go on with an existing log, as a resumed run does: it gets the new header and an event
+            "resume". A missing log is begun.
 
     Raises:
         RunLogError: there is a log already and `append` is not set; what is there is no run log of this version; or
@@ -75,9 +74,7 @@ class RunLogWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     @property
@@ -86,13 +83,13 @@ class RunLogWriter:
         return self._closer is None or not self._closer.alive
 
     def close(self) -> None:
-        """Write nothing more; again is fine."""
+        """Write nothing more; a second call does nothing."""
         if self._closer is not None:
             self._closer()
 
     @property
     def holds_earlier_run(self) -> bool:
-        """Whether the log has something in it, and nothing of this run yet."""
+        """Whether the log holds records, and none of this run yet."""
         return self._resumes and not self._begun
 
     def write(self, event: Record, /) -> None:
@@ -127,17 +124,17 @@ class RunLogWriter:
             return
         first, newline, _ = _head(self._file).partition(b"\n")
         if not newline and (first.startswith(_BEGINNING) or _BEGINNING.startswith(first)):
-            os.truncate(self._file, 0)  # broken off inside its header: nothing was ever said in it
+            os.truncate(self._file, 0)  # broken off inside its header: it holds no record
             return
         if not append:
             raise RunLogError(f"{self.path}: exists: append to it to resume that run, or choose another run directory")
         check_first_line(first, self.path)
         self._resumes = True
         if os.pread(self._file, 1, size - 1) != b"\n":
-            self._append(b"\n")  # ends the line that was cut short; readers leave it out
+            self._append(b"\n")  # ends the line that was cut short, which readers skip
 
     def _lock(self) -> None:
-        """Keep other processes from writing the same log; the lock goes with the process, however it ends.
+        """Keep other processes from writing the same log; the lock ends with the process, however it ends.
 
         A record lock rather than `flock`, which the data loader's workers would inherit and hold after a kill.
         """
@@ -147,7 +144,7 @@ class RunLogWriter:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 message = f"{self.path}: another process is writing it: choose another run directory"
                 raise RunLogError(message) from error
-            # Some file systems have no locks: go without.
+            # Some file systems have no locks: go on without one.
 
     def _append(self, data: bytes) -> None:
         while data:  # once, unless the disk fills up or a signal comes in between
@@ -164,13 +161,13 @@ class RunLogWriter:
 
 
 def set_aside(path: Path) -> Path:
-    """Give a log that nobody writes the next free name, such as runlog-1.jsonl, and return that."""
+    """Rename a log that nobody writes to the next free name, such as runlog-1.jsonl, and return the new path."""
     names = (path.with_stem(f"{path.stem}-{k}") for k in itertools.count(1))
     return path.rename(next(name for name in names if not name.exists()))
 
 
 def _head(file: int) -> bytes:
-    """The file's beginning, up to the end of its first line or a little further."""
+    """Return the file's beginning, up to the end of its first line or a little further."""
     head = b""
     while b"\n" not in head and (chunk := os.pread(file, 2**20, len(head))):
         head += chunk
@@ -180,7 +177,7 @@ def _head(file: int) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Numpy's numbers and arrays as Python's."""
+    """Return numpy's numbers and arrays as Python's."""
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} is neither a number nor text")
