@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,26 +12,28 @@ import numpy as np
 from cannikin.core.values import FloatArray
 from cannikin.report.numbers import Reached, RunArrays, Windows, prediction_error, thin
 from cannikin.report.page import (
+    NO_WINDOWS,
+    STEPS,
     Figure,
     Key,
     Missing,
     View,
     axis,
+    bars,
     line,
     log_axis,
     numbers,
-    rank_colour,
+    row_axis,
+    series_colour,
     series_keys,
     short,
     time_unit,
 )
-from cannikin.report.rank_charts import ranks_over_time, step_timeline, utilisation
+from cannikin.report.rank_charts import computing, local_batches, step_timeline, utilisation
 from cannikin.runlog import PlanRecord
-from cannikin.runlog.times import activity
 from cannikin.words import amount, percent
 
-_STEP_AXIS = "step (number)"
-_BINS, _COMPARED_BINS = 200, 150
+_BINS, _COMPARED_BINS = 200, 150  # of points, for a line
 _MOST_METRICS, _MOST_COMPARED_METRICS = 6, 4
 
 
@@ -44,61 +48,45 @@ class RunCharts(NamedTuple):
 def run_charts(run: RunArrays) -> RunCharts:
     """Draw one run."""
     return RunCharts(
-        batches=[_local_batches(run), _total_batch(run)],
-        times=[step_timeline(run), utilisation(run), _computing(run), _predicted(run)],
-        learning=[_noise(run), _goodput(run), _lr_factor(run), _progress(run), *_metrics(run)],
+        batches=[local_batches(run.windows), _total_batch(run)],
+        times=[step_timeline(run), utilisation(run.windows), computing(run.windows), _predicted(run.windows)],
+        learning=[_noise(run.windows), _goodput(run), _lr_factor(run.windows), _progress(run), *_metrics(run)],
     )
 
 
-def _local_batches(run: RunArrays) -> Figure | Missing:
-    return ranks_over_time(
-        run.windows,
-        run.windows.local_batches,
-        name="split",
-        title="Local batches by rank",
-        unit="local batch (samples)",
-        caption="How many samples each rank takes in a step: faster ranks should come to take more.",
-        stacked=True,
-    )
-
-
-def _computing(run: RunArrays) -> Figure | Missing:
-    windows = run.windows
-    with np.errstate(divide="ignore", invalid="ignore"):
-        shares = 100 * activity(windows.times_ms, "optimizer and forward", "backward") / windows.times_ms.sum(axis=-1)
-    return ranks_over_time(
-        windows,
-        shares,
-        name="computing",
-        title="Time spent computing, by rank",
-        unit="share of the time (%)",
-        caption="A rank that computes little waits for others or for the network: a good split brings all up together.",
-        stacked=False,
-    )
+# One value over steps.
 
 
 def _total_batch(run: RunArrays) -> Figure | Missing:
-    title = "Total batch"
-    x, (total,) = _stairs(run.windows, run.windows.total_batch)
-    if not len(x):
-        return _no_windows("total", title)
     job = run.header.job
     allowed = "" if job.max_batch_size is None else f"; up to {job.max_batch_size:,} is allowed"
-    return Figure(
-        name="total",
-        title=title,
-        caption=f"Samples in one step on all ranks together. The run was given {job.batch_size:,}{allowed}.",
-        views=(View("", [line(x, total, "total batch", "main", steps=True)]),),
-        layout={"xaxis": axis(_STEP_AXIS), "yaxis": axis("total batch (samples)", rangemode="tozero")},
-    )
+    given = f"Samples in one step on all ranks together. The run was given {job.batch_size:,}{allowed}."
+    words = ("total", "Total batch", given, "total batch (samples)")
+    return _stairs(run.windows, run.windows.total_batch, *words, missing=NO_WINDOWS)
 
 
-def _predicted(run: RunArrays) -> Figure | Missing:
-    windows, title = run.windows, "Step time, predicted and measured"
-    known = np.isfinite(windows.step_ms)
-    if not known.any():
-        return _no_windows("predicted", title)
-    rows = np.flatnonzero(known)
+def _lr_factor(windows: Windows) -> Figure | Missing:
+    caption = "What the user's own learning rate is multiplied by, so that a larger total batch takes larger steps."
+    words = ("lr", "Learning-rate factor", caption, "factor (times the user's rate)")
+    return _stairs(windows, windows.lr_factor, *words, missing="This log holds no learning-rate factors.")
+
+
+def _stairs(
+    windows: Windows, values: FloatArray, name: str, title: str, caption: str, unit: str, *, missing: str
+) -> Figure | Missing:
+    """Draw a line that holds each value, the last one up to the last window's end."""
+    if not np.isfinite(values).any():
+        return Missing(name, title, missing)
+    rows = thin(values, _BINS)
+    drawn = line(windows.stairs(rows), np.append(values[rows], values[-1]), unit.partition(" (")[0], "main", steps=True)
+    return Figure.of_lines(name, title, caption, [drawn], x=STEPS, y=axis(unit, rangemode="tozero"))
+
+
+def _predicted(windows: Windows) -> Figure | Missing:
+    title = "Step time, predicted and measured"
+    rows = np.flatnonzero(np.isfinite(windows.step_ms))
+    if not len(rows):
+        return Missing("predicted", title, NO_WINDOWS)
     rows = rows[thin(np.stack([windows.step_ms[rows], windows.predicted_ms[rows]], axis=1), _BINS)]
     x, measured, predicted = windows.first_step[rows], windows.step_ms[rows], windows.predicted_ms[rows]
     traces, keys = [line(x, measured, "measured", "main")], [Key("measured", "main", "line")]
@@ -112,62 +100,42 @@ def _predicted(run: RunArrays) -> Figure | Missing:
     if measured.max() > 20 * np.median(measured) and measured.min() > 0:  # one stall must not flatten all the rest
         drawn = np.concatenate([measured, predicted[predicted > 0]])
         times = log_axis("step time (ms, log scale)", drawn.min() / 1.2, drawn.max() * 1.2)
-    return Figure(
-        name="predicted",
-        title=title,
-        caption=caption,
-        views=(View("", traces),),
-        layout={"xaxis": axis(_STEP_AXIS), "yaxis": times},
-        legend=tuple(keys),
-    )
+    return Figure.of_lines("predicted", title, caption, traces, x=STEPS, y=times, legend=tuple(keys))
 
 
-def _noise(run: RunArrays) -> Figure | Missing:
-    windows, title = run.windows, "Gradient noise scale"
-    scale, low, high = (_positive(v) for v in (windows.noise_scale, windows.noise_low, windows.noise_high))
-    rows = np.flatnonzero(np.isfinite(scale) | np.isfinite(low) | np.isfinite(high))
+def _noise(windows: Windows) -> Figure | Missing:
+    title = "Gradient noise scale"
+    table = np.stack([windows.noise_scale, windows.noise_low, windows.noise_high, windows.total_batch], axis=1)
+    table = np.where(np.isfinite(table) & (table > 0), table, np.nan)
+    rows = np.flatnonzero(np.isfinite(table[:, :3]).any(axis=1))
     if not len(rows):
-        return Missing(
-            name="noise", title=title, reason="This log holds no noise scale: the policy did not measure it."
-        )
-    table = np.stack([scale, low, high, _positive(windows.total_batch)], axis=1)
+        return Missing("noise", title, "This log holds no noise scale: the policy did not measure it.")
     rows = rows[thin(table[rows], _BINS)]
-    scale, low, high, total = table[rows].T
-    finite = table[rows][np.isfinite(table[rows])]
-    floor, top = float(finite.min()) / 2, float(finite.max()) * 2
-    x = windows.first_step[rows]
+    x, (scale, low, high, total) = windows.first_step[rows], table[rows].T
+    floor, top = float(np.nanmin(table[rows])) / 2, float(np.nanmax(table[rows])) * 2
     edge: dict[str, Any] = {"mode": "lines", "hoverinfo": "skip", "showlegend": False}
+    filled = {**edge, "fill": "tonexty", "fillcolor": "band"}
     low_line = line(x, np.where(np.isfinite(low), low, floor), "low", "band", **edge)
-    high_line = line(
-        x, np.where(np.isfinite(high), high, top), "high", "band", fill="tonexty", fillcolor="band", **edge
-    )
+    high_line = line(x, np.where(np.isfinite(high), high, top), "high", "band", **filled)
     low_line["line"]["width"] = high_line["line"]["width"] = 0
-    return Figure(
-        name="noise",
-        title=title,
-        caption="The batch at which noise and signal weigh the same: far below it a larger total batch pays. Where a "
-        "limit is not known, the band reaches the edge.",
-        views=(
-            View(
-                "",
-                [
-                    low_line,
-                    high_line,
-                    line(x, scale, "noise scale", "main", mode="lines+markers" if len(x) < 40 else "lines"),
-                    line(x, total, "total batch", "second", steps=True, mode="lines"),
-                ],
-            ),
-        ),
-        layout={
-            "xaxis": axis(_STEP_AXIS),
-            "yaxis": log_axis("samples (log scale)", floor, top),
-        },
+    own = line(x, scale, "noise scale", "main", mode="lines+markers" if len(x) < 40 else "lines")
+    return Figure.of_lines(
+        "noise",
+        title,
+        "The batch at which noise and signal weigh the same: far below it a larger total batch pays. Where a limit is "
+        "not known, the band reaches the edge.",
+        [low_line, high_line, own, line(x, total, "total batch", "second", steps=True, mode="lines")],
+        x=STEPS,
+        y=log_axis("samples (log scale)", floor, top),
         legend=(
             Key("noise scale", "main", "line"),
             Key("its 90% limits", "band"),
             Key("total batch", "second", "line"),
         ),
     )
+
+
+# Goodput over total batches.
 
 
 def _goodput(run: RunArrays) -> Figure | Missing:
@@ -177,7 +145,7 @@ def _goodput(run: RunArrays) -> Figure | Missing:
     if not curves:
         fixed = run.header.job.max_batch_size in (None, run.header.job.batch_size)
         why = "the total batch is fixed, so none were compared" if fixed else "its plans do not say what was compared"
-        return Missing(name="goodput", title=title, reason=f"There is no goodput to draw: {why}.")
+        return Missing("goodput", title, f"There is no goodput to draw: {why}.")
     views = []
     for plan, totals, goodputs in curves:
         at = float(np.interp(plan.total_batch, totals, goodputs))
@@ -209,88 +177,79 @@ def _curve(plan: PlanRecord) -> tuple[FloatArray, FloatArray]:
     return totals, goodputs
 
 
-def _lr_factor(run: RunArrays) -> Figure | Missing:
-    title = "Learning-rate factor"
-    x, (factor,) = _stairs(run.windows, run.windows.lr_factor)
-    if not np.isfinite(factor).any():
-        return Missing(name="lr", title=title, reason="This log holds no learning-rate factors.")
-    return Figure(
-        name="lr",
-        title=title,
-        caption="What the user's own learning rate is multiplied by, so that a larger total batch takes larger steps.",
-        views=(View("", [line(x, factor, "factor", "main", steps=True)]),),
-        layout={"xaxis": axis(_STEP_AXIS), "yaxis": axis("factor (times the user's rate)", rangemode="tozero")},
+# Over time, of one run or of several.
+
+
+class _Curve(NamedTuple):
+    """A line over time: its name and colour, and [E] of both axes."""
+
+    name: str
+    colour: str
+    elapsed_ms: FloatArray
+    values: FloatArray
+
+
+def _over_time(
+    runs: Sequence[RunArrays],
+    curves: list[_Curve],
+    name: str,
+    title: str,
+    caption: str,
+    y: dict[str, Any],
+    *,
+    missing: str,
+    clock: str = "time since the start",
+    **more: Any,
+) -> Figure | Missing:
+    """Draw curves, as far as it is known when they were measured, in the unit that suits the longest run."""
+    unit, scale = time_unit(max((run.duration_ms for run in runs if math.isfinite(run.duration_ms)), default=0.0))
+    traces = []
+    for curve in curves:
+        rows = np.flatnonzero(np.isfinite(curve.elapsed_ms))
+        rows = rows[thin(curve.values[rows], _BINS if len(runs) == 1 else _COMPARED_BINS)]
+        if len(rows):
+            traces.append(line(curve.elapsed_ms[rows] / scale, curve.values[rows], curve.name, curve.colour, **more))
+    if not traces:
+        return Missing(name, title, missing)
+    keys = series_keys([run.name for run in runs]) if len(runs) > 1 else ()
+    return Figure.of_lines(
+        name, title, caption, traces, x=axis(f"{clock} ({unit})", rangemode="tozero"), y=y, legend=keys
     )
 
 
+def _of_windows(name: str, colour: str, windows: Windows, values: FloatArray) -> _Curve:
+    known = np.isfinite(values)
+    return _Curve(name, colour, windows.elapsed_ms[known], values[known])
+
+
 def _progress(run: RunArrays) -> Figure | Missing:
-    windows, title = run.windows, "Progress"
-    rows = np.flatnonzero(np.isfinite(windows.progress) & np.isfinite(windows.elapsed_ms))
-    if not len(rows):
-        return Missing(name="progress", title=title, reason="This log holds no progress over time.")
-    rows = rows[thin(windows.progress[rows], _BINS)]
-    unit, scale = time_unit(run.duration_ms)
-    return Figure(
-        name="progress",
-        title=title,
-        caption="Passes over the data at the initial batch that the training is worth: the steeper, the better.",
-        views=(
-            View(
-                "", [line(windows.elapsed_ms[rows] / scale, windows.progress[rows], "progress", "main", mode="lines")]
-            ),
-        ),
-        layout={
-            "xaxis": axis(f"time since the start ({unit})", rangemode="tozero"),
-            "yaxis": axis("progress (passes)", rangemode="tozero"),
-        },
+    return _over_time(
+        [run],
+        [_of_windows("progress", "main", run.windows, run.windows.progress)],
+        "progress",
+        "Progress",
+        "Passes over the data at the initial batch that the training is worth: the steeper, the better.",
+        axis("progress (passes)", rangemode="tozero"),
+        missing="This log holds no progress over time.",
+        mode="lines",
     )
 
 
 def _metrics(run: RunArrays) -> list[Figure | Missing]:
     """Draw one figure per metric that the user evaluated."""
-    unit, scale = time_unit(run.duration_ms)
-    figures: list[Figure | Missing] = []
-    for place, (name, metric) in enumerate(list(run.metrics.items())[:_MOST_METRICS]):
-        rows = np.flatnonzero(np.isfinite(metric.elapsed_ms))
-        if not len(rows):
-            why = "The log does not say when it was evaluated."
-            figures.append(Missing(name=f"metric-{place}", title=f"Evaluation: {name}", reason=why))
-            continue
-        rows = rows[thin(metric.value[rows], _BINS)]
-        figures.append(
-            Figure(
-                name=f"metric-{place}",
-                title=f"Evaluation: {name}",
-                caption=f"What the user evaluated; the last {name} is {amount(metric.value[-1], 4)}.",
-                views=(View("", [line(metric.elapsed_ms[rows] / scale, metric.value[rows], name, "main")]),),
-                layout={
-                    "xaxis": axis(f"{_clock_of([run])} ({unit})", rangemode="tozero"),
-                    "yaxis": axis(f"{short(name)} (as logged)"),
-                },
-            )
+    return [
+        _over_time(
+            [run],
+            [_Curve(name, "main", *metric)],
+            f"metric-{place}",
+            f"Evaluation: {name}",
+            f"What the user evaluated; the last {name} is {amount(metric.value[-1], 4)}.",
+            axis(f"{short(name)} (as logged)"),
+            missing="The log does not say when it was evaluated.",
+            clock=_clock_of([run]),
         )
-    return figures
-
-
-def _stairs(windows: Windows, *columns: FloatArray) -> tuple[FloatArray, list[FloatArray]]:
-    """Return columns over steps for lines that hold each value, the last one up to the last window's end."""
-    if not len(windows):
-        return np.zeros(0), [np.zeros(0) for _ in columns]
-    rows = thin(np.stack(columns, axis=1), _BINS)
-    end = windows.first_step[-1] + windows.num_steps[-1]
-    return np.append(windows.first_step[rows], end), [np.append(column[rows], column[-1]) for column in columns]
-
-
-def _positive(values: FloatArray) -> FloatArray:
-    kept: FloatArray = np.where(np.isfinite(values) & (values > 0), values, np.nan)
-    return kept
-
-
-def _no_windows(name: str, title: str) -> Missing:
-    return Missing(name=name, title=title, reason="The log holds no measured window yet.")
-
-
-# Several runs.
+        for place, (name, metric) in enumerate(list(run.metrics.items())[:_MOST_METRICS])
+    ]
 
 
 def compare_charts(runs: list[RunArrays], result: Reached | None) -> list[Figure | Missing]:
@@ -305,8 +264,14 @@ def compare_charts(runs: list[RunArrays], result: Reached | None) -> list[Figure
         figures.append(_compared_metric(runs, name, place, result))
     if not names:
         why = "These logs hold no evaluations: write them with model.log(accuracy=...) to compare what was learned."
-        figures.append(Missing(name="compare-metric", title="Evaluation", reason=why))
-    return [*figures, _compared_column(runs, "step_ms"), _compared_column(runs, "total_batch")]
+        figures.append(Missing("compare-metric", "Evaluation", why))
+    step_time = ("Step time", "What a step took; compare runs of like total batches.", "step time (ms)")
+    total = ("Total batch", "Samples in one step on all ranks together.", "total batch (samples)")
+    return [
+        *figures,
+        _compared_column(runs, "step_ms", *step_time),
+        _compared_column(runs, "total_batch", *total, steps=True),
+    ]
 
 
 def _times_to_target(runs: list[RunArrays], result: Reached) -> Figure:
@@ -314,28 +279,18 @@ def _times_to_target(runs: list[RunArrays], result: Reached) -> Figure:
     unit, scale = time_unit(max(time for time in result.times_ms if time is not None))
     places = list(range(len(runs)))
     times = [float("nan") if time is None else time / scale for time in result.times_ms]
-    trace = {
-        "type": "bar",
-        "orientation": "h",
-        "x": numbers(times),
-        "y": places,
-        "marker": {"color": [rank_colour(place) for place in places]},
-        "text": ["not reached" if math.isnan(time) else f"{amount(time)} {unit}" for time in times],
-        "textposition": "none",
-        "hovertemplate": "%{text}<extra></extra>",
-    }
-    labels = [short(run.name) for run in runs]
+    words = ["not reached" if math.isnan(time) else f"{amount(time)} {unit}" for time in times]
+    colours = {"color": [series_colour(place) for place in places]}
+    names = [short(run.name) for run in runs]
     goal = f"{result.target.metric} of {result.target.value:g}"
     return Figure(
         name="compare-times",
         title="Time to target",
         caption=f"How long each run took to its first {goal}; a run without a bar did not get there.",
-        views=(View("", [trace]),),
+        views=(View("", [bars(words, x=numbers(times), y=places, marker=colours)]),),
         layout={
             "xaxis": axis(f"time to target ({unit})", rangemode="tozero"),
-            "yaxis": axis(
-                "run (name)", range=[len(runs) - 0.5, -0.5], tickvals=places, ticktext=labels, showgrid=False
-            ),
+            "yaxis": row_axis("run (name)", len(runs), tickvals=places, ticktext=names),
             "bargap": 0.35,
         },
         height=110 + 36 * len(runs),
@@ -343,68 +298,41 @@ def _times_to_target(runs: list[RunArrays], result: Reached) -> Figure:
 
 
 def _compared_metric(runs: list[RunArrays], name: str, place: int, result: Reached | None) -> Figure | Missing:
-    unit, scale = time_unit(max(_longest(runs), 0.0))
-    traces, keys = [], list(series_keys([run.name for run in runs]))
-    for number, run in enumerate(runs):
-        if name in run.metrics:
-            metric = run.metrics[name]
-            rows = np.flatnonzero(np.isfinite(metric.elapsed_ms))
-            rows = rows[thin(metric.value[rows], _COMPARED_BINS)]
-            traces.append(line(metric.elapsed_ms[rows] / scale, metric.value[rows], run.name, rank_colour(number)))
-    if not any(trace["x"] for trace in traces):
-        why = "These logs do not say when they evaluated."
-        return Missing(name=f"compare-metric-{place}", title=f"Evaluation: {name}", reason=why)
-    if result is not None and result.target.metric == name:
-        ends = [0.0, max(x for trace in traces for x in trace["x"])]
-        drawn = line(ends, [result.target.value] * 2, "target", "muted", mode="lines")
-        drawn["line"]["dash"] = "dash"
-        traces.append(drawn)
-        keys.append(Key("target", "muted", "dash"))
-    return Figure(
-        name=f"compare-metric-{place}",
-        title=f"Evaluation: {name}",
-        caption=f"The further left a curve gets there, the better: {name} as each run evaluated it.",
-        views=(View("", traces),),
-        layout={
-            "xaxis": axis(f"{_clock_of(runs)} ({unit})", rangemode="tozero"),
-            "yaxis": axis(f"{short(name)} (as logged)"),
-        },
-        legend=tuple(keys),
+    curves = [
+        _Curve(run.name, series_colour(number), *run.metrics[name])
+        for number, run in enumerate(runs)
+        if name in run.metrics
+    ]
+    drawn = _over_time(
+        runs,
+        curves,
+        f"compare-metric-{place}",
+        f"Evaluation: {name}",
+        f"The further left a curve gets there, the better: {name} as each run evaluated it.",
+        axis(f"{short(name)} (as logged)"),
+        missing="These logs do not say when they evaluated.",
+        clock=_clock_of(runs),
     )
+    if isinstance(drawn, Missing) or result is None or result.target.metric != name:
+        return drawn
+    traces = drawn.views[0].traces
+    ends = [0.0, max(x for trace in traces for x in trace["x"])]
+    target = line(ends, [result.target.value] * 2, "target", "muted", mode="lines")
+    target["line"]["dash"] = "dash"
+    views = (View("", [*traces, target]),)
+    return replace(drawn, views=views, legend=(*drawn.legend, Key("target", "muted", "dash")))
 
 
-def _compared_column(runs: list[RunArrays], column: str) -> Figure | Missing:
-    title, unit_of, caption = {
-        "step_ms": ("Step time", "step time (ms)", "What a step took; compare runs of like total batches."),
-        "total_batch": ("Total batch", "total batch (samples)", "Samples in one step on all ranks together."),
-    }[column]
-    unit, scale = time_unit(_longest(runs))
-    traces = []
-    for number, run in enumerate(runs):
-        values = getattr(run.windows, column)
-        rows = np.flatnonzero(np.isfinite(values) & np.isfinite(run.windows.elapsed_ms))
-        if len(rows):
-            rows = rows[thin(values[rows], _COMPARED_BINS)]
-            x, steps = run.windows.elapsed_ms[rows] / scale, column == "total_batch"
-            traces.append(line(x, values[rows], run.name, rank_colour(number), steps=steps, mode="lines"))
-    if not traces:
-        return Missing(name=f"compare-{column}", title=title, reason="The logs hold no measured window yet.")
-    return Figure(
-        name=f"compare-{column}",
-        title=title,
-        caption=caption,
-        views=(View("", traces),),
-        layout={
-            "xaxis": axis(f"time since the start ({unit})", rangemode="tozero"),
-            "yaxis": axis(unit_of, rangemode="tozero"),
-        },
-        legend=series_keys([run.name for run in runs]),
-    )
-
-
-def _longest(runs: list[RunArrays]) -> float:
-    known = [run.duration_ms for run in runs if math.isfinite(run.duration_ms)]
-    return max(known, default=0.0)
+def _compared_column(
+    runs: list[RunArrays], column: str, title: str, caption: str, unit: str, *, steps: bool = False
+) -> Figure | Missing:
+    curves = [
+        _of_windows(run.name, series_colour(number), run.windows, getattr(run.windows, column))
+        for number, run in enumerate(runs)
+    ]
+    y = axis(unit, rangemode="tozero")
+    missing = "The logs hold no measured window yet."
+    return _over_time(runs, curves, f"compare-{column}", title, caption, y, missing=missing, steps=steps, mode="lines")
 
 
 def _clock_of(runs: list[RunArrays]) -> str:

@@ -50,6 +50,10 @@ class Windows:
         """The number n of ranks."""
         return int(self.local_batches.shape[1])
 
+    def stairs(self, rows: IntArray) -> FloatArray:
+        """Return the first steps of these windows and the end of the last window of all: where lines turn."""
+        return np.append(self.first_step[rows], self.first_step[-1] + self.num_steps[-1])
+
 
 class Metric(NamedTuple):
     """What the user evaluated, over time: [E] each."""

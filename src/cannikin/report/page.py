@@ -24,6 +24,7 @@ import numpy.typing as npt
 from cannikin._version import __version__
 from cannikin.errors import CannikinError
 
+NO_WINDOWS = "The log holds no measured window yet."
 MOST_LINES = 8  # more lines than colours that can be told apart become a map of colours
 _FEW_POINTS = 40
 _LOG_LIMITS = (1e-300, 1e300)  # of what a damaged log may say; beyond them lie 0 and infinity
@@ -49,7 +50,7 @@ class View(NamedTuple):
 class Figure:
     """One drawing, or several to choose from, with its words.
 
-    `scale` is what the ends of a colour scale mean, where there is one. `chosen` is the view shown first.
+    `scale` is what the ends of a colour scale mean, where there is one. The last view is shown first.
     """
 
     name: str
@@ -59,13 +60,27 @@ class Figure:
     layout: dict[str, Any]
     legend: tuple[Key, ...] = ()
     scale: tuple[str, str] | None = None
-    chosen: int = -1
     height: int = 300
     wide: bool = False
 
+    @classmethod
+    def of_lines(
+        cls,
+        name: str,
+        title: str,
+        caption: str,
+        lines: list[dict[str, Any]],
+        *,
+        x: dict[str, Any],
+        y: dict[str, Any],
+        legend: tuple[Key, ...] = (),
+    ) -> Figure:
+        """Return a figure of lines with one view."""
+        layout, views = {"xaxis": x, "yaxis": y}, (View("", lines),)
+        return cls(name=name, title=title, caption=caption, views=views, layout=layout, legend=legend)
 
-@dataclass(frozen=True, kw_only=True)
-class Missing:
+
+class Missing(NamedTuple):
     """The place of a figure for which the log has nothing, and why."""
 
     name: str
@@ -75,11 +90,10 @@ class Missing:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table with a title, all cells text; `note` says what is left out. `folded` tables open on a click."""
+    """A table: one text per column in each row; `note` says what is left out. `folded` tables open on a click."""
 
     title: str
-    titles: list[str]
-    rows: list[list[str]]
+    rows: list[dict[str, str]]
     note: str = ""
     folded: bool = False
 
@@ -104,6 +118,14 @@ class Section:
 def axis(title: str, **more: Any) -> dict[str, Any]:
     """Return an axis with its title and unit."""
     return {"title": {"text": title}, **more}
+
+
+STEPS = axis("step (number)")
+
+
+def row_axis(title: str, num_rows: int, **more: Any) -> dict[str, Any]:
+    """Return an axis of rows from the top down."""
+    return axis(title, range=[num_rows - 0.5, -0.5], showgrid=False, **more)
 
 
 def log_axis(title: str, low: float, high: float) -> dict[str, Any]:
@@ -141,6 +163,12 @@ def line(
     return {**trace, "marker": {"size": 5, "color": colour}, **more}
 
 
+def bars(words: list[str] | None = None, **more: Any) -> dict[str, Any]:
+    """Return bars that lie; with `words`, one text per bar to show where it is pointed at."""
+    shown = {"text": words, "textposition": "none", "hovertemplate": "%{text}<extra></extra>"} if words else {}
+    return {"type": "bar", "orientation": "h", **shown, **more}
+
+
 def numbers(values: npt.ArrayLike) -> list[float | None]:
     """Return numbers as JSON has them, six digits each: more cannot be seen, and a page holds many.
 
@@ -173,14 +201,14 @@ def short(value: str, most: int = 18) -> str:
     return text(value if len(value) <= most else f"{value[: most - 3].rstrip()}...")
 
 
-def rank_colour(rank: int) -> str:
-    """Return the role of a rank, or of any other thing of which there are up to `MOST_LINES`."""
-    return f"series-{rank % MOST_LINES}"
+def series_colour(place: int) -> str:
+    """Return the role of one of up to `MOST_LINES` ranks, runs or other things in a figure."""
+    return f"series-{place % MOST_LINES}"
 
 
 def series_keys(names: list[str], style: str = "line") -> tuple[Key, ...]:
     """Return a legend of things that have colours by their order."""
-    return tuple(Key(name, rank_colour(place), style) for place, name in enumerate(names))
+    return tuple(Key(name, series_colour(place), style) for place, name in enumerate(names))
 
 
 def time_unit(longest_ms: float) -> tuple[str, float]:
@@ -287,7 +315,7 @@ def _item(item: Item, section: str, figures: dict[str, Any], *, wide: bool) -> s
     figures[name] = {
         "layout": {**item.layout, "height": item.height},
         "views": [{"label": view.label, "traces": view.traces} for view in item.views],
-        "chosen": item.chosen % len(item.views),
+        "chosen": len(item.views) - 1,
     }
     width = "figure wide" if wide else "figure"
     return (
@@ -315,7 +343,7 @@ def _controls(figure: Figure, name: str) -> str:
     if len(figure.views) == 1:
         label = figure.views[0].label
         return f'<p class="view">{html.escape(label)}</p>\n' if label else ""
-    chosen = figure.chosen % len(figure.views)
+    chosen = len(figure.views) - 1
     if len(figure.views) <= 3:
         buttons = "".join(
             f'<button type="button" data-view="{place}" aria-pressed="{str(place == chosen).lower()}">'
@@ -337,11 +365,12 @@ def _cell(cell: str, element: str = "td") -> str:
 
 
 def _table(table: Table) -> str:
-    head = "".join(_cell(title, "th") for title in table.titles)
-    rows = "".join(f"<tr>{''.join(map(_cell, row))}</tr>\n" for row in table.rows)
-    note = f"<p>{html.escape(table.note)}</p>\n" if table.note else ""
-    cells = f"<table><thead><tr>{head}</tr></thead>\n<tbody>\n{rows}</tbody></table>"
-    inside = note + (f'<div class="scroll">{cells}</div>\n' if table.rows else "")
+    inside = f"<p>{html.escape(table.note)}</p>\n" if table.note else ""
+    if table.rows:
+        head = "".join(_cell(title, "th") for title in table.rows[0])
+        rows = "".join(f"<tr>{''.join(map(_cell, row.values()))}</tr>\n" for row in table.rows)
+        cells = f"<table><thead><tr>{head}</tr></thead>\n<tbody>\n{rows}</tbody></table>"
+        inside += f'<div class="scroll">{cells}</div>\n'
     title = html.escape(table.title)
     if table.folded:
         return f'<details class="table wide"><summary><h4>{title}</h4></summary>\n{inside}</details>\n'

@@ -22,68 +22,78 @@ from cannikin.report.numbers import (
 )
 from cannikin.report.page import (
     MOST_LINES,
+    NO_WINDOWS,
+    STEPS,
     Figure,
     Key,
     Missing,
     View,
     axis,
+    bars,
     line,
     numbers,
-    rank_colour,
+    row_axis,
+    series_colour,
     series_keys,
 )
 from cannikin.runlog import Timeline
-from cannikin.runlog.times import ACTIVITIES
+from cannikin.runlog.times import ACTIVITIES, activity
 from cannikin.words import amount, duration, rank_name, split
 
-_BINS = 100
+_BINS = 100  # of points, for each line
 _COLUMNS = 160  # of a map of colours
 _MOST_ROWS = 64
 _ROLES = dict(zip(ACTIVITIES, ("forward", "backward", "allreduce", "waiting", "loading", "other"), strict=True))
 
 
-def ranks_over_time(
-    windows: Windows,
-    values: FloatArray | ByRank,
-    *,
-    name: str,
-    title: str,
-    unit: str,
-    caption: str,
-    stacked: bool,
+def local_batches(windows: Windows) -> Figure | Missing:
+    """Draw the split over steps."""
+    caption = "How many samples each rank takes in a step: faster ranks should come to take more."
+    words = ("split", "Local batches by rank", caption, "local batch (samples)")
+    return _ranks_over_time(windows, windows.local_batches, *words, stacked=True)
+
+
+def computing(windows: Windows) -> Figure | Missing:
+    """Draw the share of its time that each rank computes, over steps."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        shares = 100 * activity(windows.times_ms, "optimizer and forward", "backward") / windows.times_ms.sum(axis=-1)
+    caption = "A rank that computes little waits for others or for the network: a good split brings all up together."
+    words = ("computing", "Time spent computing, by rank", caption, "share of the time (%)")
+    return _ranks_over_time(windows, shares, *words, stacked=False)
+
+
+def _ranks_over_time(
+    windows: Windows, values: ByRank, name: str, title: str, caption: str, unit: str, *, stacked: bool
 ) -> Figure | Missing:
     """Draw values of each rank, [W, n], over steps: lines, stacked where they add up, or a map of colours."""
     if not np.isfinite(values).any():
-        return Missing(name=name, title=title, reason="The log holds no measured window yet.")
+        return Missing(name, title, NO_WINDOWS)
     if values.shape[1] > MOST_LINES:
-        return _colour_map(windows, values, name=name, title=title, unit=unit, caption=caption)
+        return _colour_map(windows, values, name, title, caption, unit)
     rows = thin(np.asarray(values, dtype=np.float64), _BINS)
-    x = np.append(windows.first_step[rows], windows.first_step[-1] + windows.num_steps[-1])
-    more: dict[str, Any] = {"stackgroup": "ranks"} if stacked else {}
-    traces = []
-    for rank in range(values.shape[1]):
-        y = np.append(values[rows, rank], values[-1, rank])
-        traces.append(line(x, y, rank_name(rank), rank_colour(rank), steps=True, **more))
-    top = {} if stacked else {"range": [0, 102]}
-    return Figure(
-        name=name,
-        title=title,
-        caption=f"{caption} The top edge is the total batch." if stacked else caption,
-        views=(View("", traces),),
-        layout={"xaxis": axis("step (number)"), "yaxis": axis(unit, rangemode="tozero", **top)},
-        legend=series_keys([rank_name(rank) for rank in range(values.shape[1])], "fill" if stacked else "line"),
+    x, names = windows.stairs(rows), [rank_name(rank) for rank in range(values.shape[1])]
+    more = {"stackgroup": "ranks"} if stacked else {}
+    traces = [
+        line(x, np.append(own[rows], own[-1]), names[rank], series_colour(rank), steps=True, **more)
+        for rank, own in enumerate(values.T)
+    ]
+    return Figure.of_lines(
+        name,
+        title,
+        f"{caption} The top edge is the total batch." if stacked else caption,
+        traces,
+        x=STEPS,
+        y=axis(unit, rangemode="tozero", **({} if stacked else {"range": [0, 102]})),
+        legend=series_keys(names, "fill" if stacked else "line"),
     )
 
 
-def _colour_map(
-    windows: Windows, values: FloatArray | ByRank, *, name: str, title: str, unit: str, caption: str
-) -> Figure:
+def _colour_map(windows: Windows, values: ByRank, name: str, title: str, caption: str, unit: str) -> Figure:
     """Draw one row per rank, one column per stretch of steps."""
     edges, means = column_means(windows, values, _COLUMNS)
     ranks = ranks_to_draw(values.shape[1], _MOST_ROWS)
     shown = means[:, ranks].T
-    finite = shown[np.isfinite(shown)]
-    low, high = float(finite.min()), float(finite.max())
+    low, high = float(np.nanmin(shown)), float(np.nanmax(shown))
     trace = {
         "type": "heatmap",
         "x": numbers((edges[1:] + edges[:-1]) / 2),
@@ -101,14 +111,14 @@ def _colour_map(
         title=title,
         caption=f"{caption} A row is a rank, a colour its {unit}, the mean of a stretch of steps.",
         views=(View("", [trace]),),
-        layout={"xaxis": axis("step (number)"), "yaxis": _rank_axis(ranks, most_labels=12)},
+        layout={"xaxis": STEPS, "yaxis": _rank_axis(ranks, most_labels=12)},
         scale=(f"{amount(low)}", f"{amount(high)} {unit}"),
     )
 
 
-def utilisation(run: RunArrays) -> Figure | Missing:
+def utilisation(windows: Windows) -> Figure | Missing:
     """Draw what each rank does with its time: under the first split, over the whole run, under the last split."""
-    windows, title = run.windows, "What each rank does with its time"
+    title = "What each rank does with its time"
     early, late = early_rows(windows), late_rows(windows)
     whole: IntArray = np.linspace(0, len(windows) - 1, min(len(windows), 2000)).astype(np.int64)
     stretches = [("whole run", whole)]
@@ -121,7 +131,7 @@ def utilisation(run: RunArrays) -> Figure | Missing:
         if np.isfinite(shares).any():
             views.append(View(label, _share_bars(shares[ranks])))
     if not views:
-        return Missing(name="utilisation", title=title, reason="The log holds no measured window yet.")
+        return Missing("utilisation", title, NO_WINDOWS)
     return Figure(
         name="utilisation",
         title=title,
@@ -135,7 +145,7 @@ def utilisation(run: RunArrays) -> Figure | Missing:
             "yaxis": _rank_axis(ranks),
         },
         legend=tuple(Key(name, role, "hatch" if role == "waiting" else "fill") for name, role in _ROLES.items()),
-        height=_height(len(ranks)),
+        height=110 + len(ranks) * (34 if len(ranks) <= MOST_LINES else 17),
         wide=True,
     )
 
@@ -146,18 +156,10 @@ def _steps_of(which: str, windows: Windows, rows: IntArray) -> str:
 
 
 def _share_bars(shares: FloatArray) -> list[dict[str, Any]]:
-    places = list(range(len(shares)))
+    y, shown = list(range(len(shares))), "%{x:.1f}%"
     return [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "x": numbers(shares[:, place]),
-            "y": places,
-            "name": name,
-            "marker": _filling(_ROLES[name]),
-            "hovertemplate": "%{x:.1f}%",
-        }
-        for place, name in enumerate(ACTIVITIES)
+        bars(x=numbers(own), y=y, name=name, marker=_filling(_ROLES[name]), hovertemplate=shown)
+        for name, own in zip(ACTIVITIES, shares.T, strict=True)
     ]
 
 
@@ -167,24 +169,23 @@ def step_timeline(run: RunArrays) -> Figure | Missing:
     lines = [line for line in (run.early, run.late) if line is not None]
     lines = lines[:1] if len(lines) == 2 and lines[0] == lines[1] else lines
     if not lines:
-        return Missing(name="timeline", title=title, reason="The log holds no step's full timeline.")
+        return Missing("timeline", title, "The log holds no step's full timeline.")
     drawn = [timeline_bars(line) for line in lines]
-    longest_ms = max(bar.start_ms + bar.length_ms for bars in drawn for bar in bars)
-    labels = ("early", "late") if len(lines) == 2 else ("",)
-    num_ranks = max(len(line.local_batches) for line in lines)
-    ranks = ranks_to_draw(num_ranks, _MOST_ROWS)
+    lengths_ms = [max(bar.start_ms + bar.length_ms for bar in own) for own in drawn]
+    labels = ("early: ", "late: ") if len(lines) == 2 else ("",)
+    ranks = ranks_to_draw(max(len(line.local_batches) for line in lines), _MOST_ROWS)
     return Figure(
         name="timeline",
         title=title,
         caption="Above, what a rank computes; below, its gradient's all-reduces, bucket by bucket. Ranks are lined up "
         "by the end of the last all-reduce. In a good split no rank waits long.",
         views=tuple(
-            View(_timeline_label(label, line, bars), _timeline_traces(bars, ranks))
-            for label, line, bars in zip(labels, lines, drawn, strict=True)
+            View(f"{label}{_timeline_words(line, length_ms)}", _timeline_traces(own, ranks))
+            for label, line, length_ms, own in zip(labels, lines, lengths_ms, drawn, strict=True)
         ),
         layout={
             "barmode": "overlay",
-            "xaxis": axis("time in the step (ms)", range=[0, 1.02 * longest_ms]),
+            "xaxis": axis("time in the step (ms)", range=[0, 1.02 * max(lengths_ms)]),
             "yaxis": _rank_axis(ranks),
             "hovermode": "closest",
         },
@@ -194,41 +195,34 @@ def step_timeline(run: RunArrays) -> Figure | Missing:
             Key("all-reduces of buckets, in turn", "allreduce", "shades"),
             Key("waiting for a slower rank", "waiting", "hatch"),
         ),
-        height=_height(len(ranks), row=42 if len(ranks) <= MOST_LINES else 22),
+        height=110 + len(ranks) * (42 if len(ranks) <= MOST_LINES else 22),
         wide=True,
     )
 
 
-def _timeline_label(which: str, line: Timeline, bars: list[Bar]) -> str:
-    length_ms = max(bar.start_ms + bar.length_ms for bar in bars)
-    name = f"{which}: step {line.step:,}" if which else f"step {line.step:,}"
-    return f"{name}, {duration(length_ms)}" + (
-        f", split {split(line.local_batches)}" if len(line.local_batches) <= 4 else ""
-    )
+def _timeline_words(line: Timeline, length_ms: float) -> str:
+    batches = f", split {split(line.local_batches)}" if len(line.local_batches) <= 4 else ""
+    return f"step {line.step:,}, {duration(length_ms)}{batches}"
 
 
-def _timeline_traces(bars: list[Bar], ranks: list[int]) -> list[dict[str, Any]]:
+def _timeline_traces(drawn: list[Bar], ranks: list[int]) -> list[dict[str, Any]]:
     """Return one trace per kind; buckets take two shades in turn, so that neighbours can be told apart."""
     rows = {rank: row for row, rank in enumerate(ranks)}
     kinds: dict[str, list[Bar]] = {}
-    for bar in bars:
+    for bar in drawn:
         if bar.rank in rows:
             role = _ROLES.get(bar.kind, "allreduce")
             shade = "-odd" if bar.kind == "all-reduce" and (bar.bucket or 0) % 2 else ""
             kinds.setdefault(role + shade, []).append(bar)
     return [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "base": numbers([bar.start_ms for bar in group]),
-            "x": numbers([bar.length_ms for bar in group]),
-            "y": [rows[bar.rank] + (0.2 if bar.lane == "link" else -0.2) for bar in group],
-            "width": 0.36,
-            "text": [_bar_words(bar) for bar in group],
-            "textposition": "none",
-            "hovertemplate": "%{text}<extra></extra>",
-            "marker": _filling(role),
-        }
+        bars(
+            [_bar_words(bar) for bar in group],
+            base=numbers([bar.start_ms for bar in group]),
+            x=numbers([bar.length_ms for bar in group]),
+            y=[rows[bar.rank] + (0.2 if bar.lane == "link" else -0.2) for bar in group],
+            width=0.36,
+            marker=_filling(role),
+        )
         for role, group in kinds.items()
     ]
 
@@ -244,12 +238,7 @@ def _filling(role: str) -> dict[str, Any]:
 
 
 def _rank_axis(ranks: list[int], most_labels: int = _MOST_ROWS) -> dict[str, Any]:
-    """Return an axis of ranks from the top down, each with its label, or every so many."""
+    """Return an axis of ranks, each with its label, or every so many."""
     places = list(range(0, len(ranks), -(-len(ranks) // most_labels)))
     labels = [str(ranks[place]) for place in places]
-    ends = [len(ranks) - 0.5, -0.5]
-    return axis("rank (number)", range=ends, tickvals=places, ticktext=labels, showgrid=False, zeroline=False)
-
-
-def _height(num_rows: int, row: int = 0) -> int:
-    return 110 + num_rows * (row or (34 if num_rows <= MOST_LINES else 17))
+    return row_axis("rank (number)", len(ranks), tickvals=places, ticktext=labels, zeroline=False)

@@ -10,6 +10,7 @@ import os
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import takewhile
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -147,7 +148,7 @@ class _RunSoFar:
         self._changes: Ends[PlanRecord] = Ends(_MAX_LISTED)
         self._compared: Spread[PlanRecord] = Spread(_MAX_COMPARED)
         self._events: Ends[EventRecord] = Ends(_MAX_LISTED)
-        self._timelines = Timelines()
+        self._timelines: Ends[Timeline] = Ends(_NUM_TIMELINES)
         self._ended: EventRecord | None = None
         self._last_step = 0
         self._offset_ms, self._elapsed_ms = 0.0, math.nan
@@ -224,8 +225,8 @@ class _RunSoFar:
             compared=self._compared.kept,
             events=self._events.kept,
             num_events=self._events.num_seen,
-            early=self._timelines.early,
-            late=self._timelines.late,
+            early=_typical(self._timelines.kept[:_NUM_TIMELINES]),
+            late=_typical(self._timelines.kept[: -_NUM_TIMELINES - 1 : -1]),
             last_step=self._last_step,
             ended=self._ended,
             truncated=reader.truncated,
@@ -358,35 +359,11 @@ class Spread(Generic[T]):
         return tuple(self._kept) if self._kept[-1:] == self._last else (*self._kept, *self._last)
 
 
-class Timelines:
-    """The typical ones of the first and of the last timelines that can be drawn: the middle one by duration."""
-
-    def __init__(self) -> None:
-        self._first: list[Timeline] = []
-        self._first_goes_on = True
-        self._last: deque[Timeline] = deque(maxlen=_NUM_TIMELINES)
-
-    def add(self, line: Timeline) -> None:
-        """Take one more."""
-        self._last.append(line)
-        if self._first_goes_on:
-            alike = not self._first or self._first[0].local_batches == line.local_batches
-            self._first += [line] if alike else []
-            self._first_goes_on = alike and len(self._first) < _NUM_TIMELINES
-
-    @property
-    def early(self) -> Timeline | None:
-        """A typical step of the first split."""
-        return _typical(self._first)
-
-    @property
-    def late(self) -> Timeline | None:
-        """A typical step of the last split."""
-        return _typical([line for line in self._last if line.local_batches == self._last[-1].local_batches])
-
-
-def _typical(lines: list[Timeline]) -> Timeline | None:
-    drawable = sorted(filter(_is_drawable, lines), key=lambda line: longest_ns(rank_moments(line).values()))
+def _typical(lines: Sequence[Timeline]) -> Timeline | None:
+    """Return the middle one by duration of the timelines that can be drawn, before the first with another split."""
+    alike = takewhile(lambda line: line.local_batches == lines[0].local_batches, lines)
+    drawable = sorted(filter(_is_drawable, alike), key=lambda line: line.step)
+    drawable.sort(key=lambda line: longest_ns(rank_moments(line).values()))
     return drawable[len(drawable) // 2] if drawable else None
 
 

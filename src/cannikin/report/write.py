@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +25,7 @@ from cannikin.report.numbers import (
 )
 from cannikin.report.page import Item, Section, Table, make_page, plotly_source
 from cannikin.report.read import find_runs, read_runs
-from cannikin.runlog import RUNLOG_NAME, EventRecord, RankInfo, numbers_only
+from cannikin.runlog import RUNLOG_NAME, RankInfo, numbers_only
 from cannikin.runlog.times import ACTIVITIES, activity
 from cannikin.words import amount, count, counted, duration, kinds, memory, percent, rank_name, split
 
@@ -121,41 +120,39 @@ def _known(values: FloatArray) -> FloatArray:
 
 
 def _ranks(run: RunArrays) -> Table:
-    """Return where each rank runs, and what it came to take and do."""
-    titles = ["rank", "name", "host", "device", "memory", "first batch", "last batch", "computing", "waiting"]
+    """Return where each rank runs, and what it came to take and do; without columns that are empty for all."""
     windows, ranks = run.windows, run.header.ranks
-    first, last, shares = None, None, None
-    if len(windows):
-        first, last = windows.local_batches[0], windows.local_batches[-1]
-        shares = stretch(windows, late_rows(windows)).shares
+    shares = stretch(windows, late_rows(windows)).shares if len(windows) else None
     rows = []
     for rank in range(min(run.header.world_size, _MOST_RANKS)):
         info = ranks[rank] if rank < len(ranks) else RankInfo()
-        row = [f"{rank}", info.name, info.host, info.device, memory(info.memory_bytes)]
-        known = rank < windows.num_ranks  # a run that resumes on more ranks may not have measured them yet
-        row += [_batch(batches[rank]) if known and batches is not None else "" for batches in (first, last)]
-        spent = shares[rank] if known and shares is not None else np.full(len(ACTIVITIES), np.nan)
-        computing, waiting = activity(spent, "optimizer and forward", "backward"), activity(spent, "waiting")
-        rows.append([*row, percent(float(computing)), percent(float(waiting))])
+        batches, spent = ("", ""), np.full(len(ACTIVITIES), np.nan)
+        if shares is not None and rank < len(shares):  # a run that resumes on more ranks may not have measured them yet
+            first, last = windows.local_batches[[0, -1], rank]
+            batches, spent = (_batch(first), _batch(last)), shares[rank]
+        rows.append(
+            {
+                "rank": f"{rank}",
+                "name": info.name,
+                "host": info.host,
+                "device": info.device,
+                "memory": memory(info.memory_bytes),
+                "first batch": batches[0],
+                "last batch": batches[1],
+                "computing": percent(float(activity(spent, "optimizer and forward", "backward"))),
+                "waiting": percent(float(activity(spent, "waiting"))),
+            }
+        )
+    known = {title for row in rows for title, cell in row.items() if cell not in ("", "not known")}
+    rows = [{title: cell for title, cell in row.items() if title in known} for row in rows]
     note = "Batches in samples; computing and waiting as shares of a rank's time under the last split."
     if run.header.world_size > _MOST_RANKS:
         note += f" The first {_MOST_RANKS} of {run.header.world_size:,} ranks."
-    return _without_empty(Table(title="Ranks", titles=titles, rows=rows, note=note, folded=len(rows) > 16))
+    return Table(title="Ranks", rows=rows, note=note, folded=len(rows) > 16)
 
 
 def _batch(batch: float) -> str:
     return f"{batch:,.0f}" if math.isfinite(batch) else ""
-
-
-def _without_empty(table: Table) -> Table:
-    """Return the table less the columns that say nothing of anyone."""
-    kept = [
-        place
-        for place in range(len(table.titles))
-        if not table.rows or any(row[place] not in ("", "not known") for row in table.rows)
-    ]
-    rows = [[row[place] for place in kept] for row in table.rows]
-    return replace(table, titles=[table.titles[place] for place in kept], rows=rows)
 
 
 def _plans(run: RunArrays) -> Table:
@@ -164,40 +161,39 @@ def _plans(run: RunArrays) -> Table:
     if run.last_plan is not None and run.last_plan not in shown:
         shown.append(run.last_plan)
     rows = [
-        [
-            f"{plan.first_step:,}",
-            f"{plan.total_batch:,}",
-            split(plan.local_batches),
-            "" if plan.predicted_step_ms is None else duration(plan.predicted_step_ms),
-            plan.phase,
-            plan.reason,
-        ]
+        {
+            "from step": f"{plan.first_step:,}",
+            "total batch": f"{plan.total_batch:,}",
+            "split": split(plan.local_batches),
+            "predicted step": "" if plan.predicted_step_ms is None else duration(plan.predicted_step_ms),
+            "phase": plan.phase,
+            "reason": plan.reason,
+        }
         for plan in shown
     ]
-    left_out = run.num_changes - len(run.plans)
-    note = f"{_times(run.num_changes)} a plan with another split was made; the last plan of all ends the table."
-    note += f" {left_out:,} in the middle are left out." if left_out else ""
-    titles = ["from step", "total batch", "split", "predicted step", "phase", "reason"]
-    if not rows:
-        note = "The log holds no plan."
-    return Table(title="Plans and their reasons", titles=titles, rows=rows, note=note, folded=len(rows) > 24)
-
-
-def _times(number: int) -> str:
-    return "Once" if number == 1 else f"{number:,} times"
+    times = "Once" if run.num_changes == 1 else f"{run.num_changes:,} times"
+    note = f"{times} a plan with another split was made; the last plan of all ends the table."
+    note = note + _left_out(run.num_changes - len(run.plans)) if rows else "The log holds no plan."
+    return Table(title="Plans and their reasons", rows=rows, note=note, folded=len(rows) > 24)
 
 
 def _events(run: RunArrays) -> Table:
     """Return what else happened; evaluations have figures of their own."""
-    rows = [[f"{event.step:,}", event.kind, event.text or _data(event)] for event in run.events]
-    left_out = run.num_events - len(run.events)
-    note = f"{left_out:,} in the middle are left out." if left_out else ""
+    rows = [
+        {
+            "step": f"{event.step:,}",
+            "kind": event.kind,
+            "what happened": event.text or ", ".join(f"{name} {value}" for name, value in event.data.items()),
+        }
+        for event in run.events
+    ]
+    note = _left_out(run.num_events - len(run.events)).lstrip()
     note = note if rows else "Nothing but steps, evaluations and epochs happened."
-    return Table(title="Events", titles=["step", "kind", "what happened"], rows=rows, note=note, folded=len(rows) > 12)
+    return Table(title="Events", rows=rows, note=note, folded=len(rows) > 12)
 
 
-def _data(event: EventRecord) -> str:
-    return ", ".join(f"{name} {value}" for name, value in event.data.items())
+def _left_out(number: int) -> str:
+    return f" {number:,} in the middle are left out." if number else ""
 
 
 # One run in sentences.
@@ -308,7 +304,6 @@ def _ending(run: RunArrays) -> str:
 def comparison(runs: list[RunArrays], target: Target | None, title: str) -> Section:
     """Return several runs side by side."""
     result = None if target is None else reached(runs, target)
-    titles, rows = compare_table(runs, result)
     said = compare_headline(runs, result)
     if target is not None and result is None:
         said.append(f"None of these logs holds the metric {target.metric}.")
@@ -316,7 +311,7 @@ def comparison(runs: list[RunArrays], target: Target | None, title: str) -> Sect
         title=title,
         sentences=[*said, *([_TRAINING_TIME] if any(run.in_training_time for run in runs) else [])],
         facts=[],
-        parts={"Side by side": [Table(title="Runs", titles=titles, rows=rows), *compare_charts(runs, result)]},
+        parts={"Side by side": [_runs(runs, result), *compare_charts(runs, result)]},
     )
 
 
@@ -337,21 +332,24 @@ def compare_headline(runs: list[RunArrays], result: Reached | None) -> list[str]
     return [*said, sentence, *([f"{', '.join(missed)} did not reach it."] if missed else [])]
 
 
-def compare_table(runs: list[RunArrays], result: Reached | None) -> tuple[list[str], list[list[str]]]:
-    """Return titles and rows: one row per run."""
-    titles = ["run", "policy", "ranks", "steps", "time", "last step time", "last total batch", "last split"]
+def _runs(runs: list[RunArrays], result: Reached | None) -> Table:
+    """Return one row per run."""
     rows = []
     for place, run in enumerate(runs):
-        row = [run.name, run.header.policy, f"{run.header.world_size}", f"{run.last_step:,}", duration(run.duration_ms)]
-        if len(run.windows):
-            late = stretch(run.windows, late_rows(run.windows))
-            row += [duration(late.step_ms), f"{late.total_batch:,}", split(late.local_batches)]
-        else:
-            row += ["not known"] * 3
+        late = stretch(run.windows, late_rows(run.windows)) if len(run.windows) else None
+        row = {
+            "run": run.name,
+            "policy": run.header.policy,
+            "ranks": f"{run.header.world_size}",
+            "steps": f"{run.last_step:,}",
+            "time": duration(run.duration_ms),
+        }
         if result is not None:
             time = result.times_ms[place]
-            row.insert(5, "not reached" if time is None else duration(time))
+            title = f"time to {result.target.metric} {result.target.value:g}"
+            row[title] = "not reached" if time is None else duration(time)
+        row["last step time"] = "not known" if late is None else duration(late.step_ms)
+        row["last total batch"] = "not known" if late is None else f"{late.total_batch:,}"
+        row["last split"] = "not known" if late is None else split(late.local_batches)
         rows.append(row)
-    if result is not None:
-        titles.insert(5, f"time to {result.target.metric} {result.target.value:g}")
-    return titles, rows
+    return Table(title="Runs", rows=rows)
