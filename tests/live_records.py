@@ -20,7 +20,7 @@ __all__ = ["END", "HEADER", "Clock", "event", "header", "plan", "run", "window"]
 
 
 def header(devices: tuple[str, ...] = ("fast gpu", "slow gpu"), **changes: Any) -> Header:
-    """A run on these devices, with an initial batch of 32 and 1,000 samples an epoch."""
+    """A run on these devices, with an initial batch of 32 and 1,000 samples per epoch."""
     settings: dict[str, Any] = {
         "cannikin_version": "0",
         "started": "",

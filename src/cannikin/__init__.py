@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from cannikin.runtime.parallel import HeteroDataParallel as HeteroDataParallel
     from cannikin.runtime.parallel import attach as attach
     from cannikin.runtime.update import by_progress as by_progress
-    from cannikin.trackers.observers import PrometheusObserver as PrometheusObserver
-    from cannikin.trackers.observers import ScalarObserver as ScalarObserver
-    from cannikin.trackers.observers import TensorBoardObserver as TensorBoardObserver
+    from cannikin.trackers import PrometheusObserver as PrometheusObserver
+    from cannikin.trackers import ScalarObserver as ScalarObserver
+    from cannikin.trackers import TensorBoardObserver as TensorBoardObserver
 
 _HOMES = {
     "cannikin.cluster_file": ["load_cluster"],
@@ -40,7 +40,7 @@ _HOMES = {
     "cannikin.runtime.loader": ["HeteroBatchSampler", "HeteroDataLoader"],
     "cannikin.runtime.parallel": ["HeteroDataParallel", "attach"],
     "cannikin.runtime.update": ["by_progress"],
-    "cannikin.trackers.observers": ["PrometheusObserver", "ScalarObserver", "TensorBoardObserver"],
+    "cannikin.trackers": ["PrometheusObserver", "ScalarObserver", "TensorBoardObserver"],
 }
 __all__ = sorted(["__version__", *(name for names in _HOMES.values() for name in names)])
 

@@ -66,7 +66,7 @@ def test_a_run_that_did_not_say_that_it_ended_is_running_or_was_killed(records):
 @pytest.mark.parametrize("num_ranks", [1, 3, 8, 9, 64, 200])
 def test_every_figure_has_data_words_and_units_for_any_number_of_ranks(num_ranks):
     found = read(run(num_ranks=num_ranks))
-    figures = [each for group in run_charts(found) for each in group]
+    figures = [each for group in run_charts(found).values() for each in group]
     for figure in figures:
         assert isinstance(figure, Figure), figure
         assert figure.title
@@ -81,21 +81,21 @@ def test_every_figure_has_data_words_and_units_for_any_number_of_ranks(num_ranks
 
 def test_a_log_with_a_header_alone_says_so_instead_of_drawing():
     found = read([header()])
-    figures = [each for group in run_charts(found) for each in group]
+    figures = [each for group in run_charts(found).values() for each in group]
     assert all(isinstance(figure, Missing) and figure.reason.endswith(".") for figure in figures)
     assert figures_in(page_of([header()])) == {}
 
 
 def test_a_log_of_many_windows_keeps_its_peak_and_draws_few_points():
     records = [header(), *(window(10 * place, step_ms=9e4 if place == 4321 else 30.0) for place in range(9000))]
-    drawn = next(f for group in run_charts(read(records)) for f in group if f.name == "predicted")
+    drawn = next(f for group in run_charts(read(records)).values() for f in group if f.name == "predicted")
     measured = drawn.views[0].traces[0]["y"]
     assert max(measured) == 9e4
     assert len(measured) < 2000
 
 
 def test_the_goodput_of_every_plan_is_a_view_with_the_chosen_total_marked():
-    drawn = next(f for group in run_charts(read(run())) for f in group if f.name == "goodput")
+    drawn = next(f for group in run_charts(read(run())).values() for f in group if f.name == "goodput")
     assert len(drawn.views) == 12
     curve, chosen = drawn.views[0].traces
     assert curve["x"] == [24, 48, 96]  # what the ranks cannot hold has no goodput
@@ -104,7 +104,9 @@ def test_the_goodput_of_every_plan_is_a_view_with_the_chosen_total_marked():
 
 def test_plans_that_compared_nothing_get_a_sentence():
     silent = plan(10, candidate_totals=(), candidate_goodputs=())
-    drawn = next(f for group in run_charts(read([header(), window(0), silent])) for f in group if f.name == "goodput")
+    drawn = next(
+        f for group in run_charts(read([header(), window(0), silent])).values() for f in group if f.name == "goodput"
+    )
     assert "do not say what was compared" in drawn.reason
 
 

@@ -14,8 +14,7 @@ from live_records import END, HEADER, Clock, event, header, plan, run, window
 import cannikin
 from cannikin.errors import InvalidInputError
 from cannikin.runlog import JobInfo, NoiseRecord
-from cannikin.trackers.observers import PrometheusObserver, ScalarObserver, TensorBoardObserver
-from cannikin.trackers.scalars import SCALARS, scalars, step_of
+from cannikin.trackers import SCALARS, PrometheusObserver, ScalarObserver, TensorBoardObserver, scalars, step_of
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -41,7 +41,8 @@ class LivePanel:
         width = max(20, options.max_width)
         max_rows = min(_MAX_ROWS, max(2, (options.height or console.height) - _OTHER_LINES))
         ascii_only = options.ascii_only
-        look = Look(width - 4, console.color_system is not None and not console.no_color and not ascii_only)
+        coloured = console.color_system is not None and not console.no_color and not ascii_only
+        look = Look(width - 4, *(("━", "━━━━") if coloured else ("─", "█▓░▒")))
         ranks = ranks_now(self.state)
         table = rank_lines(rank_rows(ranks, max_rows), look)
         sections = [_progress(self.state, look), table, _facts(self.state, ranks, look), _news(self.state, look)]

@@ -36,20 +36,11 @@ Line = list[Part]
 
 
 class Look(NamedTuple):
-    """How to draw: cells of a line inside the frame, and whether colours tell things apart."""
+    """How to draw: cells of a line inside the frame; glyphs for the rest of a bar and for parts of a stacked bar."""
 
     width: int
-    coloured: bool
-
-    @property
-    def track(self) -> str:
-        """The rest of a bar."""
-        return "━" if self.coloured else "─"
-
-    @property
-    def parts(self) -> str:
-        """Computing, communication, waiting and loading in a stacked bar."""
-        return "━━━━" if self.coloured else "█▓░▒"
+    track: str
+    parts: str
 
 
 def cells(text: str) -> int:

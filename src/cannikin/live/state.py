@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from statistics import fmean
+from typing import NamedTuple
 
 from cannikin.runlog import EventRecord, Header, PlanRecord, Record, WindowRecord
 from cannikin.runlog.times import RankTimes, efficiency_of, numbers_of, predicted_ms, rank_times, samples_per_s
@@ -15,19 +15,17 @@ _NUM_EVENTS = 3
 _SHOWN_ELSEWHERE = {"epoch", "eval", "end"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class Point(NamedTuple):
     """How far the run was at a window's end; `samples` are of all ranks since the header."""
 
     elapsed_ms: float | None
     progress: float | None
-    samples: int
     step_ms: float | None
     total_batch: int
+    samples: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
+class Pass(NamedTuple):
     """A pass over the data: its number, from 0, where it began, and the passes asked for in all, if known."""
 
     epoch: int
@@ -74,7 +72,7 @@ class LiveState:
             self.elapsed_ms = max(elapsed_ms, self.elapsed_ms or 0.0)
 
     def _begin(self, header: Header) -> None:
-        """A run begins, or goes on from an older state with step numbers and a clock of its own."""
+        """Begin a run, or go on from an older state, with the step numbers and the clock of this process."""
         self.header, self.step = header, header.first_step
         self.window = self.plan = self.end = self.predicted_ms = self.elapsed_ms = self.current_pass = None
         self._times, self._samples, self._samples_of_pass = None, 0, 0
@@ -90,15 +88,8 @@ class LiveState:
         if self.current_pass is not None:
             num_steps = max(0, min(window.num_steps, end - self.current_pass.first_step))
             self._samples_of_pass += num_steps * window.total_batch
-        self.points.append(
-            Point(
-                elapsed_ms=window.elapsed_ms,
-                progress=window.progress,
-                samples=self._samples,
-                step_ms=window.step_ms,
-                total_batch=window.total_batch,
-            )
-        )
+        measured = (window.elapsed_ms, window.progress, window.step_ms, window.total_batch)
+        self.points.append(Point(*measured, samples=self._samples))
 
     def _take_event(self, event: EventRecord) -> None:
         self.step = max(self.step, event.step)
@@ -137,9 +128,10 @@ class LiveState:
     @property
     def left_s(self) -> float | None:
         """Time left at the present pace: to the goal, or else to the end of the pass; None where it is not known."""
-        first, last = self._ends()
-        if first is None or last is None or self.header is None:
+        timed = [point for point in self.points if point.elapsed_ms is not None]
+        if len(timed) < 2 or self.header is None:
             return None
+        first, last = timed[0], timed[-1]
         seconds = ((last.elapsed_ms or 0.0) - (first.elapsed_ms or 0.0)) / 1e3
         goal = None if self.current_pass is None else self.current_pass.goal
         if goal is not None:
@@ -152,11 +144,6 @@ class LiveState:
                 return None
             done, missing = last.samples - first.samples, (1.0 - share) * num_samples
         return missing / done * seconds if done > 0 and seconds > 0 else None
-
-    def _ends(self) -> tuple[Point | None, Point | None]:
-        """The first and the last of the windows remembered that have a time."""
-        timed = [point for point in self.points if point.elapsed_ms is not None]
-        return (timed[0], timed[-1]) if len(timed) > 1 else (None, None)
 
     # How fast it is.
 

@@ -33,7 +33,7 @@ class LiveView:
 
     On a terminal a panel stays below whatever the script prints, its own progress bars included. Elsewhere (a file, a
     batch system's log) there is one line every `every_s` seconds, and one when a rank changes its speed. It is drawn
-    when records come, at most twice a second and in at most half a percent of the time, by no thread. The panel
+    when records come, at most twice per second and in at most half a percent of the time, by no thread. The panel
     stays as it is when the run ends, or at `close`; after an error it goes, so that the error is what is seen last.
 
     Args:
@@ -101,7 +101,7 @@ class LiveView:
             self._console = Console(file=self._stream, force_terminal=_is_terminal(self._stream))
             if _is_terminal(self._stream):
                 self._footer = Footer.of(self._stream, terminals)
-                # At exit without an end: an error, or Ctrl-C. The footer goes, and what was said last stays in sight.
+                # At exit without an end (an error, Ctrl-C) the footer goes, and what was printed last stays in sight.
                 self._closer = weakref.finalize(self, self._footer.leave, self._name)
         return self._footer
 
@@ -113,7 +113,7 @@ class LiveView:
         assert self._footer is not None
         self._console.size = ConsoleDimensions(*self._footer.size)
         with self._console.capture() as captured:
-            self._console.print(LivePanel(self.state))
+            self._console.print(LivePanel(self.state), crop=False)  # the panel has its width
         self._footer.show(self._name, captured.get().rstrip("\n").split("\n"))
         self._drawn_at = self._clock()
         self._wait_s = max(_REFRESH_S, (self._drawn_at - began) / _SHARE)

@@ -37,21 +37,20 @@ _BINS, _COMPARED_BINS = 200, 150  # of points, for a line
 _MOST_METRICS, _MOST_COMPARED_METRICS = 6, 4
 
 
-class RunCharts(NamedTuple):
-    """The figures of one run by what they are about."""
-
-    batches: list[Figure | Missing]
-    times: list[Figure | Missing]
-    learning: list[Figure | Missing]
-
-
-def run_charts(run: RunArrays) -> RunCharts:
-    """Draw one run."""
-    return RunCharts(
-        batches=[local_batches(run.windows), _total_batch(run)],
-        times=[step_timeline(run), utilisation(run.windows), computing(run.windows), _predicted(run.windows)],
-        learning=[_noise(run.windows), _goodput(run), _lr_factor(run.windows), _progress(run), *_metrics(run)],
-    )
+def run_charts(run: RunArrays) -> dict[str, list[Figure | Missing]]:
+    """Return the figures of one run by their headings."""
+    windows = run.windows
+    return {
+        "Batches": [local_batches(windows), _total_batch(run)],
+        "Where the time goes": [step_timeline(run), utilisation(windows), computing(windows), _predicted(windows)],
+        "Noise, goodput and learning": [
+            _noise(windows),
+            _goodput(run),
+            _lr_factor(windows),
+            _progress(run),
+            *_metrics(run),
+        ],
+    }
 
 
 # One value over steps.

@@ -24,7 +24,7 @@ class Windows:
     """The windows that count, oldest first, [W]; NaN where not known.
 
     As in `WindowRecord`, but `elapsed_ms` goes on over resumes, `predicted_ms` is what the last plan before the window
-    said of the window's split, and the noise scale and its limits are here. By rank there are the local batches,
+    predicted for the window's split, and the noise scale and its limits are here. By rank there are the local batches,
     [W, n], and what each rank did with the time of a step, [W, n, A].
     """
 
@@ -81,7 +81,7 @@ class RunArrays:
         events: all but evaluations and epochs, the first and the last ones of very many.
         num_events: how many there were.
         early, late: a step's timeline of the first and of the last split.
-        last_step: the highest step of which the log tells since the last header.
+        last_step: the highest step that the log mentions since the last header.
         ended: the event that says so, where the run ended as it should.
         truncated, num_unreadable, num_unknown: as in `RunLog`.
     """

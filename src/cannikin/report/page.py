@@ -15,6 +15,7 @@ import math
 import re
 from dataclasses import dataclass
 from importlib import resources
+from string import Template
 from typing import Any, NamedTuple
 
 import msgspec
@@ -231,16 +232,15 @@ def make_page(title: str, sections: list[Section], plotly_js: str) -> str:
     """Return the whole page."""
     figures: dict[str, Any] = {}
     body = "".join(_section(section, f"s{place}", figures, first=place == 0) for place, section in enumerate(sections))
-    style, program = (_asset(name) for name in ("page.css", "page.js"))
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{html.escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n{body}"
-        f"<footer>Written by cannikin {html.escape(__version__)}.</footer>\n</main>\n"
-        f'<script type="application/json" id="figures">{_embedded(figures)}</script>\n'
-        f"<script>{plotly_js}</script>\n<script>\n{program}</script>\n</body>\n</html>\n"
+    return Template(_asset("page.html")).substitute(
+        policy=_POLICY,
+        title=html.escape(title),
+        style=_asset("page.css"),
+        body=body,
+        version=html.escape(__version__),
+        figures=_embedded(figures),
+        plotly=plotly_js,
+        program=_asset("page.js"),
     )
 
 
@@ -270,9 +270,9 @@ def _embedded(value: Any) -> str:
 
 def _section(section: Section, name: str, figures: dict[str, Any], *, first: bool) -> str:
     level = 1 if first else 2
-    told = "".join(f"<p>{_sentence(sentence)}</p>\n" for sentence in section.sentences)
+    sentences = "".join(f"<p>{_sentence(sentence)}</p>\n" for sentence in section.sentences)
     facts = "".join(f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>\n" for k, v in section.facts)
-    inside = f'<div class="headline">\n{told}</div>\n' + (f'<dl class="facts">\n{facts}</dl>\n' if facts else "")
+    inside = f'<div class="headline">\n{sentences}</div>\n' + (f'<dl class="facts">\n{facts}</dl>\n' if facts else "")
     for heading, items in section.parts.items():
         drawn = "".join(_item(item, name, figures, wide=wide) for item, wide in _arranged(items))
         inside += f'<h{level + 1}>{html.escape(heading)}</h{level + 1}>\n<div class="grid">\n{drawn}</div>\n'

@@ -200,7 +200,7 @@ class _RunSoFar:
             self._ended = event
 
     def _at(self, elapsed_ms: float | None) -> float:
-        """Return a moment of this process on the clock of the whole run; the last one known where it is not told."""
+        """Return a moment of this process on the clock of the whole run, or the last one known where there is none."""
         if elapsed_ms is not None:
             self._elapsed_ms = max(self._offset_ms + elapsed_ms, self._elapsed_ms)  # the first where that is NaN
         return self._elapsed_ms

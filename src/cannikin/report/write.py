@@ -78,13 +78,9 @@ def _own_target(runs: list[RunArrays]) -> Target | None:
 
 def run_section(run: RunArrays, title: str, target: Target | None = None, *, folded: bool = False) -> Section:
     """Return one run in full; with a target also when it was reached."""
-    charts = run_charts(run)
-    parts: dict[str, list[Item]] = {
-        "Batches": [*charts.batches, _ranks(run)],
-        "Where the time goes": [*charts.times],
-        "Noise, goodput and learning": [*charts.learning],
-        "Plans and events": [_plans(run), _events(run)],
-    }
+    parts: dict[str, list[Item]] = {heading: [*figures] for heading, figures in run_charts(run).items()}
+    parts["Batches"].append(_ranks(run))
+    parts["Plans and events"] = [_plans(run), _events(run)]
     said = [*headline(run), *([] if target is None else [_target_words(run, target)])]
     return Section(title=title, sentences=said, facts=_facts(run), parts=parts, folded=folded)
 

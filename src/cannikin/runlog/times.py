@@ -53,7 +53,7 @@ def efficiency_of(window: WindowRecord, initial_batch: int) -> float | None:
 
 
 def predicted_ms(window: WindowRecord, plans: Reversible[PlanRecord]) -> float | None:
-    """Return what the last of the plans with the window's split said of its steps; None where none did."""
+    """Return the step time that the last plan with the window's split predicted; None where none did."""
     alike = (plan.predicted_step_ms for plan in reversed(plans) if plan.local_batches == window.local_batches)
     return next(alike, None)
 

@@ -188,15 +188,8 @@ class _Drawing:
 
     def _instant(self, tid: int, name: str, time_ms: float, args: dict[str, Any]) -> Iterator[Event]:
         yield from self._name_thread(_RUN_PID, tid, "plans" if tid == _PLANS else "events")
-        yield {
-            "ph": "i",
-            "s": "t",
-            "pid": _RUN_PID,
-            "tid": tid,
-            "name": name or "event",
-            "ts": _us(as_ns(time_ms)),
-            "args": _known(args),
-        }
+        event = {"ph": "i", "s": "t", "pid": _RUN_PID, "tid": tid, "name": name or "event"}
+        yield {**event, "ts": _us(as_ns(time_ms)), "args": _known(args)}
 
     def _name_process(self, pid: int, name: str) -> Iterator[Event]:
         if (pid, 0) not in self._named:

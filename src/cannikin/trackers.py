@@ -1,28 +1,32 @@
-"""Observers that pass a run's numbers on to trackers of experiments; the user opens and closes these, never we.
+"""A run's numbers for trackers of experiments: what they are called, and observers that pass them on.
 
     model = cannikin.HeteroDataParallel(net, optimizer, observers=[cannikin.TensorBoardObserver(writer)])
 
-Observers are asked on rank 0 only, so the other ranks may pass None instead of a writer or run. The names are those of
-`cannikin.trackers.scalars`; Prometheus has them as it wants them, all of them gauges, times in its base unit:
+The names stay: `SCALARS` is the whole list, and docs/observers.md shows the same table. {rank} is a rank's number,
+{name} a metric's. Prometheus has them as it wants them, all of them gauges, times in its base unit:
 
     cannikin/step_ms           cannikin_step_seconds
     cannikin/rank0/wait_ms     cannikin_rank_wait_seconds{rank="0",device="...",host="..."}
     cannikin/eval/accuracy     cannikin_eval{metric="accuracy"}
+
+The user opens and closes writers and runs, never we. Observers are asked on rank 0 only, so the other ranks may pass
+None instead of a writer or run.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cannikin.errors import InvalidInputError
 from cannikin.runlog import EventRecord, Header, PlanRecord, Record, WindowRecord
-from cannikin.trackers.scalars import SCALARS, scalars, step_of
+from cannikin.runlog.times import efficiency_of, numbers_of, rank_times, samples_per_s
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -30,6 +34,104 @@ if TYPE_CHECKING:
 _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 _OUR_LABELS = ("rank", "device", "host", "metric")
 _RANK_SCALAR = re.compile(r"cannikin/rank(\d+)/(\w+)")
+
+
+class Scalar(NamedTuple):
+    """What a name means, with its unit; "" where it is a plain number."""
+
+    unit: str
+    meaning: str
+
+
+SCALARS = {
+    "cannikin/step": Scalar("steps", "steps trained when the numbers beside it were measured"),
+    "cannikin/step_ms": Scalar("ms", "measured time of a step, the median of a window"),
+    "cannikin/predicted_step_ms": Scalar("ms", "time of a step that the last plan expects"),
+    "cannikin/total_batch": Scalar("samples", "total batch B"),
+    "cannikin/samples_per_s": Scalar("samples/s", "throughput, B over the time of a step"),
+    "cannikin/goodput": Scalar("samples/s", "throughput times statistical efficiency"),
+    "cannikin/noise_scale": Scalar("samples", "gradient noise scale"),
+    "cannikin/noise_scale_low": Scalar("samples", "lower confidence limit of the noise scale"),
+    "cannikin/noise_scale_high": Scalar("samples", "upper confidence limit of the noise scale"),
+    "cannikin/lr_factor": Scalar("", "factor on the learning rate"),
+    "cannikin/progress": Scalar("passes", "passes over the data at the initial batch"),
+    "cannikin/skipped_steps": Scalar("steps", "steps of the window that the optimizer did not take"),
+    "cannikin/epoch": Scalar("", "number of the pass over the data, from 0"),
+    "cannikin/rank{rank}/local_batch": Scalar("samples", "local batch of the rank"),
+    "cannikin/rank{rank}/compute_ms": Scalar("ms", "forward, backward and optimizer"),
+    "cannikin/rank{rank}/communication_ms": Scalar("ms", "all-reduce that no computing hid"),
+    "cannikin/rank{rank}/wait_ms": Scalar("ms", "waiting for a slower rank"),
+    "cannikin/rank{rank}/loading_ms": Scalar("ms", "waiting for data"),
+    "cannikin/eval/{name}": Scalar("", "a metric of the user's own, by its name"),
+}
+
+
+def scalars(record: Record, *, initial_batch: int | None = None) -> dict[str, float]:
+    """Return the finite numbers of a record, by the names of `SCALARS`; {} where it has none.
+
+    Args:
+        record: any.
+        initial_batch: B0, the header's `job.batch_size`, without which there is no goodput.
+
+    Example:
+        >>> plan = PlanRecord(step=5, first_step=9, total_batch=8, local_batches=(6, 2),
+        ...                   predicted_step_ms=12.5, phase="optperf", reason="")
+        >>> scalars(plan)
+        {'cannikin/predicted_step_ms': 12.5}
+    """
+    if isinstance(record, WindowRecord):
+        found = {**_run_scalars(record, initial_batch), **_rank_scalars(record)}
+    elif isinstance(record, PlanRecord):
+        found = {"cannikin/predicted_step_ms": record.predicted_step_ms}
+    elif isinstance(record, EventRecord):
+        found = _event_scalars(record)
+    else:
+        found = {}
+    return {name: float(value) for name, value in found.items() if value is not None and math.isfinite(value)}
+
+
+def step_of(record: Record) -> int:
+    """Return the step a record's numbers belong to: a window's are known at its end."""
+    if isinstance(record, Header):
+        return record.first_step
+    return record.first_step + record.num_steps if isinstance(record, WindowRecord) else record.step
+
+
+def _run_scalars(window: WindowRecord, initial_batch: int | None) -> dict[str, float | None]:
+    noise, pace = window.noise, samples_per_s(window)
+    share = None if initial_batch is None else efficiency_of(window, initial_batch)
+    return {
+        "cannikin/step": step_of(window),
+        "cannikin/step_ms": window.step_ms,
+        "cannikin/total_batch": window.total_batch,
+        "cannikin/samples_per_s": pace,
+        "cannikin/goodput": None if pace is None or share is None else pace * share,
+        "cannikin/noise_scale": None if noise is None else noise.noise_scale,
+        "cannikin/noise_scale_low": None if noise is None else noise.low,
+        "cannikin/noise_scale_high": None if noise is None else noise.high,
+        "cannikin/lr_factor": window.lr_factor,
+        "cannikin/progress": window.progress,
+        "cannikin/skipped_steps": window.num_skipped,
+    }
+
+
+def _rank_scalars(window: WindowRecord) -> dict[str, float | None]:
+    found: dict[str, float | None] = {}
+    for rank, (batch, times) in enumerate(zip(window.local_batches, rank_times(window), strict=True)):
+        found[f"cannikin/rank{rank}/local_batch"] = batch
+        if times is not None:
+            found |= {f"cannikin/rank{rank}/{part}": part_ms for part, part_ms in times._asdict().items()}
+    return found
+
+
+def _event_scalars(event: EventRecord) -> dict[str, float | None]:
+    numbers = numbers_of(event)
+    if event.kind == "eval":
+        return {f"cannikin/eval/{name}": value for name, value in numbers.items()}
+    return {"cannikin/epoch": numbers["epoch"]} if event.kind == "epoch" and "epoch" in numbers else {}
+
+
+# Observers.
 
 
 class _Throttled:
