@@ -20,7 +20,7 @@ a key nobody knows is an error. Limits against slips of the pen: `MAX_RANKS`, `M
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -96,9 +96,6 @@ def load_cluster(path: str | os.PathLike[str]) -> Cluster:
 
     Ranks come in file order. `Cluster.names` repeats a node's name for each of its ranks, and nodes may share a name.
 
-    Args:
-        path: a TOML file in UTF-8, as the module's docstring shows it; a byte order mark and CRLF are fine.
-
     Raises:
         ClusterFileError: the file is unreadable, malformed or impossible.
 
@@ -134,34 +131,29 @@ def _check(table: _ClusterTable) -> None:
             raise ClusterFileError(f"{key} and backward_ms are all 0: a step takes some time")
         if node.max_batch is not None and node.max_batch < node.min_batch:
             key = key_at("node", position, "max_batch", name=node.name)
-            range_words = f"from min_batch, {node.min_batch}, to {MAX_BATCH}"
-            raise ClusterFileError(f"{key} is {node.max_batch}: it must be {range_words}")
+            wanted = f"from min_batch, {node.min_batch}, to {MAX_BATCH}"
+            raise ClusterFileError(f"{key} is {node.max_batch}: it must be {wanted}")
     num_ranks = sum(node.count for node in table.node)
     if num_ranks > MAX_RANKS:
         raise ClusterFileError(f"the sum of node[].count is {num_ranks}: at most {MAX_RANKS} ranks fit a file")
 
 
 def _build(table: _ClusterTable) -> Cluster:
-    counts = [node.count for node in table.node]
-
-    def each(values: list[Any]) -> Any:
-        return np.repeat(values, counts)
-
-    def curve(tables: list[_CurveTable]) -> Curve:
-        return Curve(
-            fixed_s=each([t.fixed for t in tables]) / 1000,
-            per_sample_s=each([t.per_sample for t in tables]) / 1000,
-            floor_s=each([t.floor for t in tables]) / 1000,
-        )
-
-    names = [f"node{i}" if node.name is None else node.name for i, node in enumerate(table.node)]
+    kinds = [(f"node{i}" if node.name is None else node.name, node) for i, node in enumerate(table.node)]
+    names = [name for name, node in kinds for _ in range(node.count)]
+    ranks = [node for _, node in kinds for _ in range(node.count)]
     return Cluster.two_point(
-        forward=curve([node.forward_ms for node in table.node]),
-        backward=curve([node.backward_ms for node in table.node]),
+        forward=_curve([node.forward_ms for node in ranks]),
+        backward=_curve([node.backward_ms for node in ranks]),
         gamma=table.comm.gamma,
         overlapped_s=table.comm.overlapped_ms / 1000,
         last_s=table.comm.last_ms / 1000,
-        min_batch=each([node.min_batch for node in table.node]),
-        max_batch=each([NO_MAX if node.max_batch is None else node.max_batch for node in table.node]),
-        names=[name for name, count in zip(names, counts, strict=True) for _ in range(count)],
+        min_batch=[node.min_batch for node in ranks],
+        max_batch=[NO_MAX if node.max_batch is None else node.max_batch for node in ranks],
+        names=names,
     )
+
+
+def _curve(tables: list[_CurveTable]) -> Curve:
+    fixed_s, per_sample_s, floor_s = np.array([msgspec.structs.astuple(table) for table in tables]).T / 1000
+    return Curve(fixed_s=fixed_s, per_sample_s=per_sample_s, floor_s=floor_s)

@@ -78,8 +78,8 @@ def read_toml(path: str | os.PathLike[str], form: type[_Form], advice: Mapping[s
         raise ClusterFileError(misfit)
     try:
         return msgspec.convert(document, form)
-    except msgspec.ValidationError as error:  # of a type that `_TYPES` lacks
-        raise ClusterFileError(str(error)) from error
+    except msgspec.ValidationError as error:  # of a type that `_TYPES` lacks, or a form's own check
+        raise ClusterFileError(str(error.__cause__ or error)) from error
 
 
 def key_at(*path: str | int, name: str | None = None) -> str:

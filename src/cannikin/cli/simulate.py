@@ -6,9 +6,8 @@ With `--from-run` the cluster is fitted from a real run's log, and its splits ar
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -107,23 +106,22 @@ def command(
     machine = find_machine(cluster, workload_name)
     job = job_for(machine, workload, batch_size=batch_size, max_batch_size=max_batch_size)
     policies = policies or ("cannikin",)
-    runs: dict[tuple[str, int], RunResult] = {}
+    runs: dict[str, dict[int, RunResult]] = {policy: {} for policy in policies}
     with _bar(quiet=as_json) as bar:
         task = bar.add_task("", total=len(policies) * len(seeds))
-        for policy in policies:
-            for seed in seeds:
+        for number, (policy, seed) in enumerate(product(policies, seeds)):
 
-                def show(share: float, num_done: int = len(runs)) -> None:
-                    bar.update(task, completed=num_done + share)
+            def show(share: float, num_done: int = number) -> None:
+                bar.update(task, completed=num_done + share)
 
-                bar.update(task, completed=len(runs), description=f"{policy}, seed {seed}")
-                with ExitStack() as stack:
-                    folder = None if run_dir is None else run_dir / f"{policy.replace('@', '-')}-seed{seed}"
-                    observers = () if folder is None else (stack.enter_context(RunLogWriter(folder / RUNLOG_NAME)),)
-                    runs[policy, seed] = simulate(
-                        machine, workload, policy, job=job, seed=seed, max_epochs=max_epochs, observers=observers,
-                        tags={"cluster": cluster}, on_progress=show,
-                    )  # fmt: skip
+            bar.update(task, completed=number, description=f"{policy}, seed {seed}")
+            with ExitStack() as stack:
+                folder = None if run_dir is None else run_dir / f"{policy.replace('@', '-')}-seed{seed}"
+                observers = () if folder is None else (stack.enter_context(RunLogWriter(folder / RUNLOG_NAME)),)
+                runs[policy][seed] = simulate(
+                    machine, workload, policy, job=job, seed=seed, max_epochs=max_epochs, observers=observers,
+                    tags={"cluster": cluster}, on_progress=show,
+                )  # fmt: skip
     if as_json:
         click.echo(json.dumps(_as_json(cluster, workload, job, machine, runs), allow_nan=False))
     else:
@@ -138,7 +136,7 @@ def _bar(*, quiet: bool) -> Progress:
 
 
 def _as_json(
-    cluster: str, workload: Workload, job: Job, machine: Machine, runs: dict[tuple[str, int], RunResult]
+    cluster: str, workload: Workload, job: Job, machine: Machine, runs: dict[str, dict[int, RunResult]]
 ) -> dict[str, Any]:
     listed = [
         {
@@ -163,7 +161,8 @@ def _as_json(
                 for epoch in run.epochs
             ],
         }
-        for (policy, seed), run in runs.items()
+        for policy, by_seed in runs.items()
+        for seed, run in by_seed.items()
     ]
     facts = {"cluster": cluster, "workload": workload.name, "ranks": machine.names, "target": workload.target}
     return {**facts, "batch_size": job.batch_size, "max_batch_size": job.largest_total, "runs": listed}
@@ -211,17 +210,15 @@ def _replay(path: Path, policies: tuple[str, ...], seed: int, steps: int, as_jso
 
 
 def _print_runs(
-    heading: str, workload: Workload, machine: Machine, job: Job, runs: dict[tuple[str, int], RunResult]
+    heading: str, workload: Workload, machine: Machine, job: Job, runs: dict[str, dict[int, RunResult]]
 ) -> None:
     """Print one row per policy, seeds averaged; then each policy's last split, and whatever did not end well."""
     totals = f"B0 {job.batch_size:,}" + (f" to {job.largest_total:,}" if job.largest_total > job.batch_size else "")
     click.echo(f" {heading}: {machine.num_ranks} ranks, {totals}")
-    table = Table(box=box.SIMPLE_HEAD)
-    for header in ("policy", "time to target", "against first", "epochs", "steps", "step time", "last total"):
-        table.add_column(header, justify="left" if header == "policy" else "right")
+    table = _table("policy", "time to target", "against first", "epochs", "steps", "step time", "last total")
     base = None
-    for policy, group in _by_policy(runs):
-        reached = all(run.reached for run in group)
+    for policy, by_seed in runs.items():
+        group = by_seed.values()
         elapsed_s = float(np.mean([run.elapsed_s for run in group]))
         base = elapsed_s if base is None else base
         took = words.duration(elapsed_s * 1e3, decimals=1)
@@ -229,19 +226,21 @@ def _print_runs(
         num_samples = float(np.mean([run.num_samples for run in group]))
         table.add_row(
             policy,
-            took if reached else f"> {took}",
+            took if all(run.reached for run in group) else f"> {took}",
             f"{elapsed_s / base - 1:+.1%}",
             f"{num_samples / workload.spec.num_samples:.1f}",
             f"{num_steps:,.0f}",
             f"{elapsed_s / num_steps * 1e3:.1f} ms",
-            f"{group[0].plan.total_batch:,}",
+            f"{next(iter(group)).plan.total_batch:,}",
         )
     _say_table(table)
-    for policy, group in _by_policy(runs):
-        click.echo(f" {policy}: last split {_by_kind(machine, group[0].plan.local_batches)}")
-    for (policy, seed), run in runs.items():
-        if not run.reached:
-            click.echo(f" {policy}, seed {seed}: {run.reason}")
+    for policy, by_seed in runs.items():
+        first = next(iter(by_seed.values()))
+        click.echo(f" {policy}: last split {_by_kind(machine, first.plan.local_batches)}")
+    for policy, by_seed in runs.items():
+        for seed, run in by_seed.items():
+            if not run.reached:
+                click.echo(f" {policy}, seed {seed}: {run.reason}")
 
 
 def _print_replay(
@@ -249,9 +248,7 @@ def _print_replay(
 ) -> None:
     """Print measured against simulated steps, split by split; then what policies would do."""
     click.echo(f" {path}: steps as measured, and on a simulated cluster fitted from them")
-    table = Table(box=box.SIMPLE_HEAD)
-    for header in ("local batches", "windows", "measured", "simulated", "error"):
-        table.add_column(header, justify="left" if header == "local batches" else "right", overflow="fold")
+    table = _table("local batches", "windows", "measured", "simulated", "error")
     for row in rows[:_MAX_SPLITS]:
         times = (f"{row.measured_s * 1e3:.2f} ms", f"{row.simulated_s * 1e3:.2f} ms")
         table.add_row(words.split(row.local_batches, _MOST_PARTS), str(row.num_windows), *times, f"{row.error:+.1%}")
@@ -262,14 +259,16 @@ def _print_replay(
         click.echo(f" {policy} after {steps} steps: {step_s * 1e3:.2f} ms with {words.split(batches, _MOST_PARTS)}")
 
 
+def _table(*headers: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for header in headers:
+        table.add_column(header, justify="left" if header == headers[0] else "right", overflow="fold")
+    return table
+
+
 def _say_table(table: Table) -> None:
     """Print a table, if need be wider than the terminal."""
     say(table, min_width=min(measured(table).maximum, _MOST_WIDTH))
-
-
-def _by_policy(runs: dict[tuple[str, int], RunResult]) -> Iterator[tuple[str, list[RunResult]]]:
-    for policy, group in groupby(runs.items(), key=lambda item: item[0][0]):
-        yield policy, [run for _, run in group]
 
 
 def _by_kind(machine: Machine, batches: tuple[int, ...]) -> str:

@@ -21,8 +21,7 @@ _LINK_BIT_PER_S = (1e5, 1e12)
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Slowdown:
+class Slowdown(msgspec.Struct, frozen=True, kw_only=True):
     """From its training forward number `step` on, a rank has `factor` times its own speed; the last one counts."""
 
     rank: int
@@ -107,7 +106,7 @@ class LabCluster:
 
     @property
     def num_ranks(self) -> int:
-        """Return n."""
+        """The number of ranks, n."""
         return len(self.speeds)
 
     def devices(self) -> list[LabDevice]:

@@ -9,7 +9,7 @@ forward_share = 0.333   # part of both that is forward
 [[rank]]
 name = "fast"           # for people
 speed = 1.0             # half of it takes twice as long for a sample
-count = 2               # so many alike, default 1
+count = 2               # ranks of this kind, default 1
 
 [[slow]]                # in mid-run
 rank = 1                # by number, from 0
@@ -39,12 +39,6 @@ class _RankTable(msgspec.Struct, frozen=True):
     count: _Count = 1
 
 
-class _SlowTable(msgspec.Struct, frozen=True):
-    rank: int
-    factor: float
-    step: int
-
-
 class _LabTable(msgspec.Struct, frozen=True):
     rank: list[_RankTable]
     mechanism: str = AUTO
@@ -52,7 +46,7 @@ class _LabTable(msgspec.Struct, frozen=True):
     sample_ms: float | None = None
     fixed_ms: float = 0.0
     forward_share: float = 1 / 3
-    slow: list[_SlowTable] = []
+    slow: list[Slowdown] = []
 
 
 _ADVICE = {"rank": "add at least one [[rank]] with its speed"}
@@ -88,6 +82,6 @@ def _build(table: _LabTable) -> LabFile:
         fixed_s=table.fixed_ms / 1e3,
         forward_share=table.forward_share,
         link_bit_per_s=None if table.link is None else parse_link(table.link),
-        slowdowns=tuple(Slowdown(rank=slow.rank, factor=slow.factor, step=slow.step) for slow in table.slow),
+        slowdowns=tuple(table.slow),
     )
     return LabFile(cluster=cluster, mechanism=table.mechanism)

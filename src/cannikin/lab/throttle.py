@@ -59,7 +59,7 @@ class Pace:
 
     @property
     def work_s(self) -> float:
-        """Return the time up to the last place reached that was not slept: real work."""
+        """The time of real work, not slept, up to the last place reached."""
         return self._end_s - self._start_s - self.slept_s
 
 
@@ -207,7 +207,7 @@ class _Root:
         return arrive
 
     def _close(self) -> None:
-        """End the backward before; the next one is expected to reach as many layers."""
+        """End the last backward; the next one is expected to reach as many layers."""
         if self._pace is not None and self._arrived:
             self._judge(self._pace)
             self._num_layers = len(self._arrived)
