@@ -22,9 +22,8 @@ _LONGEST_S = 1e10  # some centuries: beyond them a damaged log holds no duration
 def amount(value: float, digits: int = 3) -> str:
     """Return a number with about this many digits, thousands apart.
 
-    Example:
-        >>> amount(12345.6), amount(46.93), amount(0.01234), amount(2.0), amount(float("nan"))
-        ('12,346', '46.9', '0.0123', '2', 'not known')
+    >>> amount(12345.6), amount(46.93), amount(0.01234), amount(2.0), amount(float("nan"))
+    ('12,346', '46.9', '0.0123', '2', 'not known')
     """
     if not math.isfinite(value):
         return "not known"
@@ -39,9 +38,8 @@ def amount(value: float, digits: int = 3) -> str:
 def figures(value: float, like: float | None = None) -> str:
     """Return a positive number with the decimals that show four figures of it, or of `like`: for columns of a table.
 
-    Example:
-        >>> figures(12.3456), figures(9.87654, like=12.3), figures(12345.6)
-        ('12.35', '9.88', '12,346')
+    >>> figures(12.3456), figures(9.87654, like=12.3), figures(12345.6)
+    ('12.35', '9.88', '12,346')
     """
     decimals = 3 - math.floor(math.log10(value if like is None else like))
     return f"{value:,.{min(max(decimals, 0), 15)}f}"
@@ -50,9 +48,8 @@ def figures(value: float, like: float | None = None) -> str:
 def percent(share: float) -> str:
     """Return a share of 1 in percent.
 
-    Example:
-        >>> percent(0.0587), percent(0.34), percent(float("nan"))
-        ('5.9%', '34%', 'not known')
+    >>> percent(0.0587), percent(0.34), percent(float("nan"))
+    ('5.9%', '34%', 'not known')
     """
     if not math.isfinite(share):
         return "not known"
@@ -62,9 +59,8 @@ def percent(share: float) -> str:
 def count(number: int) -> str:
     """Return how many, for a sentence.
 
-    Example:
-        >>> count(25_557), count(25_557_032)
-        ('25,557', '25.6 million')
+    >>> count(25_557), count(25_557_032)
+    ('25,557', '25.6 million')
     """
     return f"{number:,}" if number < 1_000_000 else f"{amount(number / 1e6)} million"
 
@@ -72,9 +68,8 @@ def count(number: int) -> str:
 def short_count(number: float) -> str:
     """Return how many, where there is little room or a unit follows.
 
-    Example:
-        >>> short_count(570), short_count(38_282), short_count(25_557_032), short_count(2.5e9) + "bit/s"
-        ('570', '38.3 k', '25.6 M', '2.5 Gbit/s')
+    >>> short_count(570), short_count(38_282), short_count(25_557_032), short_count(2.5e9) + "bit/s"
+    ('570', '38.3 k', '25.6 M', '2.5 Gbit/s')
     """
     for size, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
         if number >= size:
@@ -85,9 +80,8 @@ def short_count(number: float) -> str:
 def counted(number: float, noun: str) -> str:
     """Return how many, with the noun in the right number.
 
-    Example:
-        >>> counted(1, "GPU"), counted(2.5, "core"), counted(1024, "rank")
-        ('1 GPU', '2.5 cores', '1,024 ranks')
+    >>> counted(1, "GPU"), counted(2.5, "core"), counted(1024, "rank")
+    ('1 GPU', '2.5 cores', '1,024 ranks')
     """
     return f"{number:,.12g} {noun}{'' if number == 1 else 's'}"
 
@@ -98,11 +92,10 @@ def counted(number: float, noun: str) -> str:
 def duration(ms: float, decimals: int | None = None) -> str:
     """Return a time in the unit that suits it, with three digits or, for columns of a table, with these decimals.
 
-    Example:
-        >>> duration(46.93), duration(20465.0), duration(396_000.0), duration(7.2e6)
-        ('46.9 ms', '20.5 s', '6.6 min', '2 h')
-        >>> duration(42_000, decimals=1), duration(4e6, decimals=1)
-        ('42.0 s', '66.7 min')
+    >>> duration(46.93), duration(20465.0), duration(396_000.0), duration(7.2e6)
+    ('46.9 ms', '20.5 s', '6.6 min', '2 h')
+    >>> duration(42_000, decimals=1), duration(4e6, decimals=1)
+    ('42.0 s', '66.7 min')
     """
     if not math.isfinite(ms):
         return "not known"
@@ -117,9 +110,8 @@ def duration(ms: float, decimals: int | None = None) -> str:
 def clock(seconds: float) -> str:
     """Return a time as a clock shows it, for lines that are drawn again and again.
 
-    Example:
-        >>> clock(42.4), clock(3723), clock(200_000)
-        ('0:42', '1:02:03', '2 d 7 h')
+    >>> clock(42.4), clock(3723), clock(200_000)
+    ('0:42', '1:02:03', '2 d 7 h')
     """
     whole = round(min(max(0.0, seconds), _LONGEST_S))
     if whole >= 86400:
@@ -131,9 +123,8 @@ def clock(seconds: float) -> str:
 def memory(num_bytes: float | None) -> str:
     """Return an amount of memory.
 
-    Example:
-        >>> memory(64 * 2**20), memory(40 * 2**30), memory(1.5 * 2**30), memory(None)
-        ('64 MiB', '40 GiB', '1.5 GiB', 'not known')
+    >>> memory(64 * 2**20), memory(40 * 2**30), memory(1.5 * 2**30), memory(None)
+    ('64 MiB', '40 GiB', '1.5 GiB', 'not known')
     """
     if num_bytes is None:
         return "not known"
@@ -149,9 +140,8 @@ def memory(num_bytes: float | None) -> str:
 def split(local_batches: Sequence[int], most_parts: int = _MOST_PARTS) -> str:
     """Return a split, equal neighbours together, short where it has more than this many parts.
 
-    Example:
-        >>> split((30, 15, 7)), split((4,) * 16 + (2,)), split(range(1, 65))
-        ('30, 15, 7', '16 x 4, 2', '1, 2, 3, 4, 5, 6, 7, 8, ... (64 ranks, 1 to 64)')
+    >>> split((30, 15, 7)), split((4,) * 16 + (2,)), split(range(1, 65))
+    ('30, 15, 7', '16 x 4, 2', '1, 2, 3, 4, 5, 6, 7, 8, ... (64 ranks, 1 to 64)')
     """
     parts = [_several(len(list(group)), f"{batch:,}") for batch, group in groupby(local_batches)]
     if len(parts) <= most_parts:
@@ -162,9 +152,8 @@ def split(local_batches: Sequence[int], most_parts: int = _MOST_PARTS) -> str:
 def split_sum(local_batches: Sequence[int], plus: str = " + ") -> str:
     """Return a total batch as the sum of its split, short where there are many ranks.
 
-    Example:
-        >>> split_sum((30, 15, 7)), split_sum((4, 4), plus="+"), split_sum(range(1, 65))
-        ('52 = 30 + 15 + 7', '8 = 4+4', '2,080 (64 ranks, 1 to 64)')
+    >>> split_sum((30, 15, 7)), split_sum((4, 4), plus="+"), split_sum(range(1, 65))
+    ('52 = 30 + 15 + 7', '8 = 4+4', '2,080 (64 ranks, 1 to 64)')
     """
     total = f"{sum(local_batches):,}"
     if len(local_batches) > _MOST_PARTS:
@@ -179,9 +168,8 @@ def _range(local_batches: Sequence[int]) -> str:
 def kinds(names: Sequence[str]) -> str:
     """Return names with how often each comes.
 
-    Example:
-        >>> kinds(["a100", "a100", "v100"])
-        '2 x a100, v100'
+    >>> kinds(["a100", "a100", "v100"])
+    '2 x a100, v100'
     """
     shown = [_several(times, name) for name, times in Counter(names).items()]
     more = len(shown) - _MOST_KINDS
@@ -195,9 +183,8 @@ def _several(number: int, what: str) -> str:
 def rank_name(rank: int, device: str = "") -> str:
     """Return a rank with what it runs on, where that is known.
 
-    Example:
-        >>> rank_name(2, "A100"), rank_name(2)
-        ('rank 2 (A100)', 'rank 2')
+    >>> rank_name(2, "A100"), rank_name(2)
+    ('rank 2 (A100)', 'rank 2')
     """
     return f"rank {rank} ({device})" if device else f"rank {rank}"
 
@@ -205,9 +192,8 @@ def rank_name(rank: int, device: str = "") -> str:
 def rank_ranges(ranks: Sequence[int]) -> str:
     """Return rank numbers, runs of them together.
 
-    Example:
-        >>> rank_ranges([0, 1, 2, 5, 8, 9])
-        '0-2,5,8-9'
+    >>> rank_ranges([0, 1, 2, 5, 8, 9])
+    '0-2,5,8-9'
     """
     runs: list[list[int]] = []
     for rank in ranks:
@@ -224,9 +210,8 @@ def rank_ranges(ranks: Sequence[int]) -> str:
 def printable(text: str) -> str:
     """Return text of others with blanks for what could break a line, move a cursor or change a terminal.
 
-    Example:
-        >>> printable("a\x1b[2Jb")
-        'a [2Jb'
+    >>> printable("a\x1b[2Jb")
+    'a [2Jb'
     """
     return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
 
@@ -234,8 +219,7 @@ def printable(text: str) -> str:
 def escaped(text: str) -> str:
     r"""Return the text with escapes for characters that cannot be printed, where it matters which ones they were.
 
-    Example:
-        >>> print(escaped("a\x1b[2Jb"))
-        a\x1b[2Jb
+    >>> print(escaped("a\x1b[2Jb"))
+    a\x1b[2Jb
     """
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)

@@ -48,7 +48,7 @@ def command(
     run_demo(task, policies=chosen, speeds=speeds, data=data, out=out, console=console)
     console.print(f"Run logs and {SUMMARY_NAME}: {out}", highlight=False, soft_wrap=True)
     try:
-        said = f"The report: {write_report([out])}"
+        outcome = f"The report: {write_report([out])}"
     except CannikinError as error:
-        said = f"No report: {error}"
-    console.print(said, highlight=False, soft_wrap=True)
+        outcome = f"No report: {error}"
+    console.print(outcome, highlight=False, soft_wrap=True)

@@ -144,7 +144,7 @@ def command(
     without: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """The fastest split of a total batch over the ranks of a cluster file.
+    """Find the fastest split of a total batch over the ranks of a cluster file.
 
     \b
     What limits a rank at the optimum:
@@ -213,7 +213,7 @@ def _plan(cluster: Cluster, total_batch: int) -> Planned:
         bottlenecks=split.bottlenecks,
         even_step_ms=None if even_s is None else even_s * 1000,
         speedup_over_even=None if even_s is None else even_s / split.step_s,
-        faster_without=_fewer(cluster, split),
+        faster_without=_fewer(cluster, total_batch, split.step_s * 1000),
     )
 
 
@@ -221,26 +221,25 @@ def _compare(cluster: Cluster, low: int, high: int, noise_scale: float | None) -
     solver = SplitSolver(cluster)
     for end in (low, high):  # refuse an impossible end before anything else: a range is not cut short unasked
         _solve(solver, end)
-    totals = _totals_between(low, high)
-    splits = [_solve(solver, total) for total in totals]
-    rates = [total / split.step_s for total, split in zip(totals, splits, strict=True)]
-    worth: list[float | None] = [None] * len(totals)
-    if noise_scale is not None:  # only the ratio of noise to signal matters, so the signal may be 1
-        worth = efficiency(totals, initial_batch=low, noise_trace=noise_scale, signal_sqnorm=1.0).tolist()
-    rows = [
-        Row(
-            total_batch=total,
-            step_ms=split.step_s * 1000,
-            local_batches=split.local_batches,
-            throughput_per_s=rate,
-            efficiency=share,
-            goodput_per_s=None if share is None else rate * share,
-        )
-        for total, split, rate, share in zip(totals, splits, rates, worth, strict=True)
-    ]
+    rows = [_row(solver, total, low, noise_scale) for total in _totals_between(low, high)]
     best = max(rows, key=lambda row: row.throughput_per_s if row.goodput_per_s is None else row.goodput_per_s)
-    fewer = _fewer(cluster, splits[rows.index(best)])
+    fewer = _fewer(cluster, best.total_batch, best.step_ms)
     return Compared(rows=rows, best_total_batch=best.total_batch, faster_without=fewer)
+
+
+def _row(solver: SplitSolver, total_batch: int, initial_batch: int, noise_scale: float | None) -> Row:
+    split = _solve(solver, total_batch)
+    rate, share = total_batch / split.step_s, None
+    if noise_scale is not None:  # only the ratio of noise to signal matters, so the signal may be 1
+        share = float(efficiency(total_batch, initial_batch=initial_batch, noise_trace=noise_scale, signal_sqnorm=1.0))
+    return Row(
+        total_batch=total_batch,
+        step_ms=split.step_s * 1000,
+        local_batches=split.local_batches,
+        throughput_per_s=rate,
+        efficiency=share,
+        goodput_per_s=None if share is None else rate * share,
+    )
 
 
 def _solve(solver: SplitSolver, total_batch: int) -> Split:
@@ -251,16 +250,14 @@ def _solve(solver: SplitSolver, total_batch: int) -> Split:
     return replace(split, step_s=step_time(solver.cluster, split.local_batches))
 
 
-def _fewer(cluster: Cluster, split: Split) -> Fewer | None:
+def _fewer(cluster: Cluster, total_batch: int, step_ms: float) -> Fewer | None:
     """Return the ranks without which this total batch would be faster, where that is worth a sentence."""
-    if not 1 < cluster.num_ranks <= _MAX_RANKS_TRIED:
+    found = fewer_ranks(cluster, total_batch) if 1 < cluster.num_ranks <= _MAX_RANKS_TRIED else None
+    if found is None or found[1].step_s * 1000 > step_ms * (1 - _MIN_GAIN):
         return None
-    found = fewer_ranks(cluster, sum(split.local_batches))
-    if found is None or found[1].step_s > split.step_s * (1 - _MIN_GAIN):
-        return None
-    ranks, smaller = found
+    ranks, split = found
     names = tuple(cluster.names[rank] for rank in ranks)
-    return Fewer(ranks=ranks, names=names, step_ms=smaller.step_s * 1000, local_batches=smaller.local_batches)
+    return Fewer(ranks=ranks, names=names, step_ms=split.step_s * 1000, local_batches=split.local_batches)
 
 
 def _totals_between(low: int, high: int) -> list[int]:

@@ -200,11 +200,11 @@ def _replay(path: Path, policies: tuple[str, ...], seed: int, steps: int, as_jso
             }
             for row in rows
         ]
-        told = [
+        planned = [
             {"policy": policy, "step_ms": step_s * 1e3, "local_batches": batches}
             for policy, (step_s, batches) in settled.items()
         ]
-        click.echo(json.dumps({"splits": listed, "policies": told}, allow_nan=False))
+        click.echo(json.dumps({"splits": listed, "policies": planned}, allow_nan=False))
     else:
         _print_replay(str(path), rows, settled, steps)
 

@@ -77,14 +77,14 @@ def _show(followed: FollowedRun, console: Console) -> None:
 
 
 def _tell(followed: FollowedRun) -> None:
-    """One line now and then."""
-    said_at = -_LINE_S
+    """Print one line now and then."""
+    printed_at = -_LINE_S
     while True:
         ended = followed.state.end is not None
-        if ended or time.monotonic() - said_at >= _LINE_S:
-            said_at = time.monotonic()
-            said = [status_line(followed.state), "ended" if ended else followed.note]
-            click.echo(", ".join(filter(None, said)))
+        if ended or time.monotonic() - printed_at >= _LINE_S:
+            printed_at = time.monotonic()
+            parts = [status_line(followed.state), "ended" if ended else followed.note]
+            click.echo(", ".join(filter(None, parts)))
         if ended:
             return
         time.sleep(_POLL_S)

@@ -60,12 +60,12 @@ def run_demo(
         lines: Any = RankLines(take, lambda line: print(line, file=sys.stderr))
         errors: Any = io.BytesIO()
         status = launch(cluster, script, mechanism="portable", out=lines, err=errors)
-    said = errors.getvalue().decode(errors="replace")
+    messages = errors.getvalue().decode(errors="replace")
     if status != 0:
-        sys.stderr.write(said)
-        raise CannikinError(f"the ranks ended with exit status {status}; what they said is above")
+        sys.stderr.write(messages)
+        raise CannikinError(f"the ranks ended with exit status {status}; their messages are above")
     # The lab warns where speeds are not as asked: such a comparison is worth little.
-    sys.stderr.writelines(line for line in said.splitlines(keepends=True) if "] cannikin lab:" in line)
+    sys.stderr.writelines(line for line in messages.splitlines(keepends=True) if "] cannikin lab:" in line)
     policies_told = {result.policy: msgspec.structs.asdict(result) for result in results}
     summary = msgspec.json.encode({"task": task, "speeds": speeds, "policies": policies_told})
     (out / SUMMARY_NAME).write_bytes(msgspec.json.format(summary, indent=2))

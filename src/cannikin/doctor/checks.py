@@ -322,7 +322,7 @@ def _ranks_per_gpu(facts: Facts) -> Iterator[Finding]:
 
 
 def _own_variables(facts: Facts) -> Iterator[Finding]:
-    """Tell what is set of ours; an unknown name is probably a typing error, and would be ignored."""
+    """Say which variables of ours are set; an unknown one is probably a typing error, and would be ignored."""
     for name in sorted(name for name in facts.environment if name.startswith("CANNIKIN_")):
         value = facts.environment[name]
         if name not in KNOWN_VARIABLES:

@@ -28,8 +28,7 @@ T = TypeVar("T")
 
 _IMPORT_LIMIT_S = 60.0  # from a cold network disk
 _LOOPBACK_LIMIT_S = 20.0
-_SMALL, _NUM_SMALL = 1, 50  # numbers of float32, and repetitions
-_LARGE, _NUM_LARGE = 2**22, 5
+_LARGE = 2**22  # numbers of float32 in a large all-reduce; a small one has a single one
 # Variables of the surrounding launch: removed so that the probe does not join it.
 _FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCH_DISTRIBUTED_DEBUG")
 
@@ -43,7 +42,7 @@ class TorchFacts:
         build: what it was built for, such as "CUDA 12.8"; "CPU" where it was built for no GPU.
         backends: of its process groups, such as ("gloo", "nccl"); none where it has no torch.distributed.
         devices: names of the GPUs it can use, in its order.
-        problem: why it can use no GPU, or its warning about one, in its own words; None where it said nothing.
+        problem: why it can use no GPU, or its warning about one, in its own words; None where there is neither.
     """
 
     version: str
@@ -176,15 +175,15 @@ def _devices() -> tuple[tuple[str, ...], str | None]:
     import torch
 
     devices: tuple[str, ...] = ()
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
             if torch.cuda.is_available():
                 devices = tuple(torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count()))
         except Exception as error:
             return (), _one_line(error)
-    if said:
-        return devices, _one_line(said[0].message)
+    if warned:
+        return devices, _one_line(warned[0].message)
     return devices, None if devices else "torch.cuda.is_available() is False"
 
 
@@ -199,9 +198,9 @@ def _all_reduce(rank: int, folder: str) -> LoopbackFacts:
 
     limit = timedelta(seconds=_LOOPBACK_LIMIT_S)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=limit)
-    small, large = torch.zeros(_SMALL), torch.zeros(_LARGE)
-    latency_s = _median_s(lambda: dist.all_reduce(small), _NUM_SMALL)
-    large_s = _median_s(lambda: dist.all_reduce(large), _NUM_LARGE)
+    small, large = torch.zeros(1), torch.zeros(_LARGE)
+    latency_s = _median_s(lambda: dist.all_reduce(small), num_times=50)
+    large_s = _median_s(lambda: dist.all_reduce(large), num_times=5)
     dist.destroy_process_group()
     return LoopbackFacts(latency_s=latency_s, bytes_per_s=4 * _LARGE / large_s)
 

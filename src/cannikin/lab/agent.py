@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from cannikin.lab.run_folder import FOLDER, note_deaths
+from cannikin.lab.run_folder import FOLDER, Exit, note_exits
 
 
 def main() -> None:
@@ -22,8 +22,8 @@ def main() -> None:
     try:
         torchrun(arguments)
     except ChildFailedError as error:
-        statuses = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        note_deaths(Path(os.environ[FOLDER]), name, statuses)
+        deaths = [Exit(rank=rank, status=failure.exitcode) for rank, failure in error.failures.items()]
+        note_exits(Path(os.environ[FOLDER]), f"agent{name}", deaths)
         sys.exit(1)
     except SignalException as end:
         sys.exit(128 + end.sigval)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+import time
 from pathlib import Path
 
-from cannikin.lab.run_folder import FOLDER, HOST, RankSettings, note_exit, read_settings
+from cannikin.lab.run_folder import FOLDER, HOST, Exit, RankSettings, note_exits, read_settings
 
 
 def main() -> None:
@@ -32,7 +33,7 @@ def main() -> None:
         status = _status(end.code)
         raise
     finally:
-        note_exit(Path(folder), int(rank), status)
+        note_exits(Path(folder), f"rank{rank}", [Exit(rank=int(rank), status=status, at_s=time.monotonic())])
 
 
 def _redirect_output(folder: Path, rank: str) -> None:

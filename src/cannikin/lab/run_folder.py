@@ -1,9 +1,9 @@
-"""What the launcher tells the agents and the ranks, and what it hears back through files in the folder of the run.
+"""What the launcher tells the agents and the ranks, and what they answer, through files in the folder of the run.
 
 settings.json           what each rank is to be
 rank1.out, rank1.err    pipes for the rank's output
 rank1.exit              the rank's exit status and when it ended, by its own account
-agent-0.json            what an agent saw its ranks die of
+agent0.exit             what an agent saw its ranks die of
 
 An agent is one torchrun (`cannikin.lab.agent`), which starts one or more ranks (`cannikin.lab.rank`).
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +43,7 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The cluster as a mechanism has made it: the agents to start, and what each rank is told."""
+    """The cluster as a mechanism has made it: the agents to start, and what each rank is to be."""
 
     agents: list[Agent]
     ranks: list[RankSettings]
@@ -75,20 +74,17 @@ def read_settings(folder: Path, rank: int) -> RankSettings:
     return ranks[rank]
 
 
-def note_exit(folder: Path, rank: int, status: int) -> None:
-    """Note that a rank is about to end with this status."""
-    _write(folder / f"rank{rank}.exit", [Exit(rank=rank, status=status, at_s=time.monotonic())])
-
-
-def note_deaths(folder: Path, agent: str, statuses: dict[int, int]) -> None:
-    """Note that an agent saw ranks end with these statuses, by rank."""
-    _write(folder / f"agent-{agent}.json", [Exit(rank=rank, status=status) for rank, status in statuses.items()])
+def note_exits(folder: Path, who: str, items: Sequence[Exit]) -> None:
+    """Note how ranks ended, by the account of a rank or an agent; in one piece, as the process may be killed."""
+    unfinished = folder / f"{who}.part"
+    unfinished.write_bytes(msgspec.json.encode(items))
+    os.replace(unfinished, folder / f"{who}.exit")
 
 
 def exits(folder: Path) -> list[Exit]:
     """Return everything that ranks and agents have noted."""
-    files = sorted([*folder.glob("rank*.exit"), *folder.glob("agent-*.json")])
-    return [item for file in files for item in msgspec.json.decode(file.read_bytes(), type=list[Exit])]
+    texts = [file.read_bytes() for file in sorted(folder.glob("*.exit"))]
+    return [item for text in texts for item in msgspec.json.decode(text, type=list[Exit])]
 
 
 def first_failure(exits: Sequence[Exit]) -> tuple[int, int] | None:
@@ -109,10 +105,3 @@ def first_failure(exits: Sequence[Exit]) -> tuple[int, int] | None:
         return None
     first = min(failed, key=order)
     return first.rank, first.status if first.status > 0 else 128 - first.status
-
-
-def _write(path: Path, items: list[Exit]) -> None:
-    """Write the file in one piece, since the process may be killed at any time."""
-    unfinished = path.with_suffix(".part")
-    unfinished.write_bytes(msgspec.json.encode(items))
-    os.replace(unfinished, path)

@@ -65,7 +65,6 @@ def choose(cluster: LabCluster, name: str = AUTO) -> tuple[Mechanism, str]:
         name = "portable" if cluster.link_bit_per_s is None else "hosts"
         reason = "needs no privileges" if name == "portable" else "a link asks for it"
     mechanism = MECHANISMS[name]
-    missing = mechanism.missing(cluster)
-    if missing is not None:
+    if (missing := mechanism.missing(cluster)) is not None:
         raise MechanismError(f"the {name} mechanism ({reason}) cannot make this cluster: {missing}")
     return mechanism, reason

@@ -39,7 +39,6 @@ class Hosts:
     summary = "a network namespace and a torchrun for each rank; needs root"
 
     def unavailable(self) -> str | None:
-        """Return which of Linux, root and iproute2 is missing."""
         if not sys.platform.startswith("linux"):
             return "network namespaces are Linux's: use --mechanism portable, without --link"
         if os.geteuid() != 0:
@@ -50,9 +49,7 @@ class Hosts:
         return None
 
     def missing(self, cluster: LabCluster) -> str | None:
-        """Return what is missing: device times where speeds change, a cpu controller where speeds come from quotas."""
-        unavailable = self.unavailable()
-        if unavailable is not None:
+        if (unavailable := self.unavailable()) is not None:
             return unavailable
         if cluster.sample_s is not None:
             return None
@@ -63,7 +60,6 @@ class Hosts:
         return None
 
     def words(self, cluster: LabCluster) -> str:
-        """Say where speeds and links come from."""
         speed = cluster.link_bit_per_s
         link = "" if speed is None else f", links of {short_count(speed)}bit/s by tc tbf"
         if cluster.sample_s is not None:
@@ -76,7 +72,6 @@ class Hosts:
         return f"a namespace per rank, cpu quota {shares} of a core ({unfelt}){link}"
 
     def set_up(self, cluster: LabCluster, folder: Path, undo: ExitStack) -> Layout:
-        """Make namespaces, links and cpu groups."""
         cgroup = find_cpu_cgroup(Path("/proc/mounts").read_text())
         _sweep(cgroup)
         tag = f"{_PREFIX}{os.getpid()}-"
@@ -180,8 +175,8 @@ def _call(command: list[str], *, check: bool = True) -> str:
     """Run one command of iproute2; in a session of its own, so that the terminal's interrupt does not cut it short."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, start_new_session=True)
     if check and done.returncode != 0:
-        said = (done.stderr or done.stdout).strip().replace("\n", " ")
-        raise MechanismError(f"hosts cannot be set apart here: '{' '.join(command)}' said: {said}")
+        words = (done.stderr or done.stdout).strip().replace("\n", " ")
+        raise MechanismError(f"hosts cannot be set apart here: '{' '.join(command)}' said: {words}")
     return done.stdout
 
 
@@ -249,10 +244,8 @@ def make_group(cgroup: CpuCgroup, name: str, share: float, undo: ExitStack) -> P
 def _remove(group: Path) -> None:
     """Remove a group; its processes have been killed, and take a moment to be gone."""
     for _ in range(100):
-        try:
-            os.rmdir(group)
+        with suppress(OSError):
+            group.rmdir()
+        if not group.exists():
             return
-        except FileNotFoundError:
-            return
-        except OSError:
-            time.sleep(0.05)
+        time.sleep(0.05)

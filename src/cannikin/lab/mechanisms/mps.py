@@ -27,7 +27,6 @@ class Mps:
     summary = "shares of one NVIDIA GPU"
 
     def unavailable(self) -> str | None:
-        """Return which of MPS's own tool and a GPU is missing."""
         if shutil.which(_CONTROL) is None:
             return f"{_CONTROL} is not on the path: it comes with NVIDIA's driver"
         if not Path("/dev/nvidiactl").exists():
@@ -35,7 +34,6 @@ class Mps:
         return None
 
     def missing(self, cluster: LabCluster) -> str | None:
-        """Refuse links, device times and changes of speed."""
         if cluster.link_bit_per_s is not None:
             return "it cannot slow a link: use --mechanism hosts, or leave --link out"
         if cluster.slowdowns or cluster.sample_s is not None:
@@ -43,12 +41,11 @@ class Mps:
         return self.unavailable()
 
     def words(self, cluster: LabCluster) -> str:
-        """Say which share of the GPU each rank has."""
         shares = ", ".join(f"{share}%" for share in shares_percent(cluster.speeds))
         return f"ranks have {shares} of one GPU's multiprocessors, LOCAL_RANK is 0 and CANNIKIN_BACKEND gloo"
 
     def set_up(self, cluster: LabCluster, folder: Path, undo: ExitStack) -> Layout:
-        """Start a daemon of our own, which is stopped at the end."""
+        # A daemon of our own, which is stopped at the end.
         device = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0] or "0"
         directories = {
             "CUDA_MPS_PIPE_DIRECTORY": str(folder / "mps-pipe"),
@@ -60,8 +57,8 @@ class Mps:
         undo.callback(_control, daemon, "quit -t 5\n")
         started = _control(daemon, None, "-d")
         if started.returncode != 0:
-            said = (started.stderr or started.stdout).strip().replace("\n", " ")
-            raise MechanismError(f"{_CONTROL} -d failed: {said or f'exit status {started.returncode}'}")
+            words = (started.stderr or started.stdout).strip().replace("\n", " ")
+            raise MechanismError(f"{_CONTROL} -d failed: {words or f'exit status {started.returncode}'}")
         # The daemon numbers the devices it sees from 0; a name stays what it is.
         seen = device if device.startswith(("GPU-", "MIG-")) else "0"
         environment = {**directories, "CUDA_VISIBLE_DEVICES": seen, "CANNIKIN_BACKEND": "gloo"}

@@ -16,22 +16,18 @@ class Portable:
     summary = "ranks sleep up to their device's time; needs no privileges"
 
     def unavailable(self) -> str | None:
-        """Return None: every machine can have it."""
-        return None
+        return None  # every machine can have it
 
     def missing(self, cluster: LabCluster) -> str | None:
-        """Refuse a link: it cannot be slowed without privileges."""
         if cluster.link_bit_per_s is None:
             return None
         return "it cannot slow a link: use --mechanism hosts, as root on Linux, or leave --link out"
 
     def words(self, cluster: LabCluster) -> str:
-        """Say where speeds come from."""
         sample_s = DEFAULT_SAMPLE_S if cluster.sample_s is None else cluster.sample_s
         return f"ranks sleep up to {sample_s * 1e3:g} ms per sample over their speed"
 
     def set_up(self, cluster: LabCluster, folder: Path, undo: ExitStack) -> Layout:
-        """Make nothing; describe one torchrun and the ranks' devices."""
         command = agent_command("0", folder, "--standalone", f"--nproc-per-node={cluster.num_ranks}")
         ranks = [
             RankSettings(device=device, environment={"CANNIKIN_DEVICE": f"lab device of speed {device.speed:g}"})
