@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from cannikin.core.values import FloatArray
-from cannikin.report.numbers import Reached, RunArrays, Windows, prediction_error, thin
+from cannikin.report.numbers import Metric, Reached, RunArrays, Windows, prediction_error, thin
 from cannikin.report.page import (
     NO_WINDOWS,
     STEPS,
@@ -179,76 +178,67 @@ def _curve(plan: PlanRecord) -> tuple[FloatArray, FloatArray]:
 # Over time, of one run or of several.
 
 
-class _Curve(NamedTuple):
-    """A line over time: its name and colour, and [E] of both axes."""
-
-    name: str
-    colour: str
-    elapsed_ms: FloatArray
-    values: FloatArray
-
-
 def _over_time(
-    runs: Sequence[RunArrays],
-    curves: list[_Curve],
+    runs: list[RunArrays],
+    curves: list[Metric | None],
     name: str,
     title: str,
     caption: str,
     y: dict[str, Any],
     *,
     missing: str,
+    label: str = "",
     clock: str = "time since the start",
     **more: Any,
 ) -> Figure | Missing:
-    """Draw curves, as far as it is known when they were measured, in the unit that suits the longest run."""
+    """Draw one curve per run, as far as it is known when it was measured, in the unit that suits the longest run.
+
+    Several runs have their names and colours, one has `label` and the main colour.
+    """
     unit, scale = time_unit(max((run.duration_ms for run in runs if math.isfinite(run.duration_ms)), default=0.0))
+    keys = series_keys([run.name for run in runs]) if len(runs) > 1 else (Key(label, "main"),)
     traces = []
-    for curve in curves:
-        rows = np.flatnonzero(np.isfinite(curve.elapsed_ms))
-        rows = rows[thin(curve.values[rows], _BINS if len(runs) == 1 else _COMPARED_BINS)]
+    for key, (elapsed_ms, values) in ((key, curve) for key, curve in zip(keys, curves, strict=True) if curve):
+        rows = np.flatnonzero(np.isfinite(elapsed_ms))
+        rows = rows[thin(values[rows], _BINS if len(runs) == 1 else _COMPARED_BINS)]
         if len(rows):
-            traces.append(line(curve.elapsed_ms[rows] / scale, curve.values[rows], curve.name, curve.colour, **more))
+            traces.append(line(elapsed_ms[rows] / scale, values[rows], key.label, key.colour, **more))
     if not traces:
         return Missing(name, title, missing)
-    keys = series_keys([run.name for run in runs]) if len(runs) > 1 else ()
-    return Figure.of_lines(
-        name, title, caption, traces, x=axis(f"{clock} ({unit})", rangemode="tozero"), y=y, legend=keys
-    )
+    x = axis(f"{clock} ({unit})", rangemode="tozero")
+    return Figure.of_lines(name, title, caption, traces, x=x, y=y, legend=keys if len(runs) > 1 else ())
 
 
-def _of_windows(name: str, colour: str, windows: Windows, values: FloatArray) -> _Curve:
-    known = np.isfinite(values)
-    return _Curve(name, colour, windows.elapsed_ms[known], values[known])
+def _column(windows: Windows, column: str) -> Metric:
+    """Return a column of the windows over time, where it is known."""
+    values: FloatArray = getattr(windows, column)
+    return Metric(windows.elapsed_ms[np.isfinite(values)], values[np.isfinite(values)])
+
+
+def _evaluation(runs: list[RunArrays], metric: str, name: str, caption: str, missing: str) -> Figure | Missing:
+    clock = "time spent training" if all(run.in_training_time for run in runs) else "time since the start"
+    curves, y = [run.metrics.get(metric) for run in runs], axis(f"{short(metric)} (as logged)")
+    words = (name, f"Evaluation: {metric}", caption)
+    return _over_time(runs, curves, *words, y, missing=missing, label=metric, clock=clock)
 
 
 def _progress(run: RunArrays) -> Figure | Missing:
+    caption = "Passes over the data at the initial batch that the training is worth: the steeper, the better."
+    y, missing = axis("progress (passes)", rangemode="tozero"), "This log holds no progress over time."
+    words = ("progress", "Progress", caption)
     return _over_time(
-        [run],
-        [_of_windows("progress", "main", run.windows, run.windows.progress)],
-        "progress",
-        "Progress",
-        "Passes over the data at the initial batch that the training is worth: the steeper, the better.",
-        axis("progress (passes)", rangemode="tozero"),
-        missing="This log holds no progress over time.",
-        mode="lines",
+        [run], [_column(run.windows, "progress")], *words, y, missing=missing, label="progress", mode="lines"
     )
 
 
 def _metrics(run: RunArrays) -> list[Figure | Missing]:
     """Draw one figure per metric that the user evaluated."""
-    return [
-        _over_time(
-            [run],
-            [_Curve(name, "main", *metric)],
-            f"metric-{place}",
-            f"Evaluation: {name}",
-            f"What the user evaluated; the last {name} is {amount(metric.value[-1], 4)}.",
-            axis(f"{short(name)} (as logged)"),
-            missing="The log does not say when it was evaluated.",
-            clock=_clock_of([run]),
-        )
-        for place, (name, metric) in enumerate(list(run.metrics.items())[:_MOST_METRICS])
-    ]
+    missing = "The log does not say when it was evaluated."
+    figures = []
+    for place, (name, metric) in enumerate(list(run.metrics.items())[:_MOST_METRICS]):
+        caption = f"What the user evaluated; the last {name} is {amount(metric.value[-1], 4)}."
+        figures.append(_evaluation([run], name, f"metric-{place}", caption, missing))
+    return figures
 
 
 def compare_charts(runs: list[RunArrays], result: Reached | None) -> list[Figure | Missing]:
@@ -297,21 +287,9 @@ def _times_to_target(runs: list[RunArrays], result: Reached) -> Figure:
 
 
 def _compared_metric(runs: list[RunArrays], name: str, place: int, result: Reached | None) -> Figure | Missing:
-    curves = [
-        _Curve(run.name, series_colour(number), *run.metrics[name])
-        for number, run in enumerate(runs)
-        if name in run.metrics
-    ]
-    drawn = _over_time(
-        runs,
-        curves,
-        f"compare-metric-{place}",
-        f"Evaluation: {name}",
-        f"The further left a curve gets there, the better: {name} as each run evaluated it.",
-        axis(f"{short(name)} (as logged)"),
-        missing="These logs do not say when they evaluated.",
-        clock=_clock_of(runs),
-    )
+    caption = f"The further left a curve gets there, the better: {name} as each run evaluated it."
+    missing = "These logs do not say when they evaluated."
+    drawn = _evaluation(runs, name, f"compare-metric-{place}", caption, missing)
     if isinstance(drawn, Missing) or result is None or result.target.metric != name:
         return drawn
     traces = drawn.views[0].traces
@@ -325,15 +303,7 @@ def _compared_metric(runs: list[RunArrays], name: str, place: int, result: Reach
 def _compared_column(
     runs: list[RunArrays], column: str, title: str, caption: str, unit: str, *, steps: bool = False
 ) -> Figure | Missing:
-    curves = [
-        _of_windows(run.name, series_colour(number), run.windows, getattr(run.windows, column))
-        for number, run in enumerate(runs)
-    ]
-    y = axis(unit, rangemode="tozero")
+    curves: list[Metric | None] = [_column(run.windows, column) for run in runs]
+    words, y = (f"compare-{column}", title, caption), axis(unit, rangemode="tozero")
     missing = "The logs hold no measured window yet."
-    return _over_time(runs, curves, f"compare-{column}", title, caption, y, missing=missing, steps=steps, mode="lines")
-
-
-def _clock_of(runs: list[RunArrays]) -> str:
-    """Return what the time of these runs' evaluations counts."""
-    return "time spent training" if all(run.in_training_time for run in runs) else "time since the start"
+    return _over_time(runs, curves, *words, y, missing=missing, steps=steps, mode="lines")

@@ -115,10 +115,8 @@ class RunArrays:
     @property
     def duration_ms(self) -> float:
         """Time that the log spans, pauses before resumes left out; NaN where it tells of none."""
-        known = [value.elapsed_ms[-1] for value in self.metrics.values() if len(value.elapsed_ms)]
-        known += [self.windows.elapsed_ms[-1]] if len(self.windows) else []
-        finite = [value for value in known if np.isfinite(value)]
-        return float(max(finite)) if finite else float("nan")
+        times = [self.windows.elapsed_ms, *(metric.elapsed_ms for metric in self.metrics.values())]
+        return float(np.fmax.reduce(np.concatenate([each[-1:] for each in times]), initial=np.nan))
 
 
 def latest(steps: FloatArray) -> BoolArray:

@@ -9,10 +9,10 @@ import math
 import os
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from itertools import takewhile
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -56,8 +56,7 @@ T = TypeVar("T")
 # Which runs a path names.
 
 
-@dataclass(frozen=True, kw_only=True)
-class Found:
+class Found(NamedTuple):
     """A run that was named, and the folder for a page about it."""
 
     path: Path
@@ -102,22 +101,14 @@ def _names(paths: list[Path]) -> list[str]:
         >>> _names([Path("x/a"), Path("x/b/runlog.jsonl")]), _names([Path("x/a"), Path("y/a")])
         (['a', 'b'], ['x/a', 'y/a'])
     """
-    folders = [_real(path) if path.name != RUNLOG_NAME else _real(path).parent for path in paths]
+    # Unlike Path.resolve(), realpath has an answer for links that go round in a circle; a file's name may be any bytes.
+    places = [Path(os.path.realpath(path)) for path in paths]
+    folders = [place.parent if path.name == RUNLOG_NAME else place for place, path in zip(places, paths, strict=True)]
     for depth in range(1, max(len(folder.parts) for folder in folders) + 1):
-        names = [_text("/".join(folder.parts[-depth:])) for folder in folders]
+        names = [os.fsencode("/".join(folder.parts[-depth:])).decode(errors="replace") for folder in folders]
         if len(set(names)) == len(names):
             return names
     return [f"{name} ({place})" for place, name in enumerate(names, 1)]
-
-
-def _real(path: Path) -> Path:
-    """Return where a path leads; unlike Path.resolve() it has an answer for links that go round in a circle."""
-    return Path(os.path.realpath(path))
-
-
-def _text(name: str) -> str:
-    """Return a file's name as text that can be written down: it may be any bytes."""
-    return os.fsencode(name).decode(errors="replace")
 
 
 # One log.

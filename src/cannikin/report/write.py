@@ -48,7 +48,8 @@ def write_report(paths: Sequence[Path], out: Path | None = None, target: Target 
     out = out or (found[0].folder if len(paths) == 1 else Path()) / _PAGE_NAME
     _refuse_logs(out, [each.path for each in found])
     runs = read_runs(found)
-    goal = target or _own_target(runs)
+    logged = (Target(metric=name, value=value) for run in runs for name, value in run.targets.items())
+    goal = target or next(logged, None)
     title = f"Run {runs[0].name}" if len(runs) == 1 else f"{len(runs)} runs"
     with numbers_only(", ".join(str(each.path) for each in found)):
         if len(runs) == 1:
@@ -65,12 +66,6 @@ def _refuse_logs(out: Path, paths: list[Path]) -> None:
     logs = [path / RUNLOG_NAME if os.path.isdir(path) else path for path in paths]
     if os.path.exists(out) and any(os.path.exists(log) and os.path.samefile(out, log) for log in logs):
         raise InvalidInputError(f"{out}: is the run's log, which is not to be overwritten: give another --out")
-
-
-def _own_target(runs: list[RunArrays]) -> Target | None:
-    """Return the first target that a run logged."""
-    own = (Target(metric=name, value=value) for run in runs for name, value in run.targets.items())
-    return next(own, None)
 
 
 # One run.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from cannikin.errors import InvalidInputError
 from cannikin.runlog import Header, Record, WindowRecord
@@ -14,8 +14,7 @@ _MOST_STEPS = 500  # what a browser still draws smoothly with a few dozen ranks
 _MOST_NOTES = 5
 
 
-@dataclass(frozen=True, kw_only=True)
-class Contents:
+class Contents(NamedTuple):
     """What a log has: the range of its steps, those with a timeline (in order, each once), and how many windows."""
 
     first_step: int
@@ -24,8 +23,7 @@ class Contents:
     num_windows: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Choice:
+class Choice(NamedTuple):
     """The steps to draw, in order, and what to tell whoever asked for others."""
 
     steps: tuple[int, ...]
@@ -53,12 +51,7 @@ def contents(records: Iterable[Record]) -> Contents | None:
             last_step = max(last_step, record.step)
     if first_step is None:
         return None
-    return Contents(
-        first_step=first_step,
-        last_step=last_step,
-        timeline_steps=tuple(sorted(timeline_steps)),
-        num_windows=num_windows,
-    )
+    return Contents(first_step, last_step, tuple(sorted(timeline_steps)), num_windows)
 
 
 def parse_steps(text: str) -> list[tuple[int, int]]:
