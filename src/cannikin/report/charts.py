@@ -77,7 +77,7 @@ def _stairs(
         return Missing(name, title, missing)
     rows = thin(values, _BINS)
     drawn = line(windows.stairs(rows), np.append(values[rows], values[-1]), unit.partition(" (")[0], "main", steps=True)
-    return Figure.of_lines(name, title, caption, [drawn], x=STEPS, y=axis(unit, rangemode="tozero"))
+    return Figure(name, title, caption, [View("", [drawn])], STEPS, axis(unit, rangemode="tozero"))
 
 
 def _predicted(windows: Windows) -> Figure | Missing:
@@ -98,7 +98,7 @@ def _predicted(windows: Windows) -> Figure | Missing:
     if measured.max() > 20 * np.median(measured) and measured.min() > 0:  # one stall must not flatten all the rest
         drawn = np.concatenate([measured, predicted[predicted > 0]])
         times = log_axis("step time (ms, log scale)", drawn.min() / 1.2, drawn.max() * 1.2)
-    return Figure.of_lines("predicted", title, caption, traces, x=STEPS, y=times, legend=tuple(keys))
+    return Figure("predicted", title, caption, [View("", traces)], STEPS, times, legend=tuple(keys))
 
 
 def _noise(windows: Windows) -> Figure | Missing:
@@ -117,14 +117,15 @@ def _noise(windows: Windows) -> Figure | Missing:
     high_line = line(x, np.where(np.isfinite(high), high, top), "high", "band", **filled)
     low_line["line"]["width"] = high_line["line"]["width"] = 0
     own = line(x, scale, "noise scale", "main", mode="lines+markers" if len(x) < 40 else "lines")
-    return Figure.of_lines(
+    beside = line(x, total, "total batch", "second", steps=True, mode="lines")
+    return Figure(
         "noise",
         title,
         "The batch at which noise and signal weigh the same: far below it a larger total batch pays. Where a limit is "
         "not known, the band reaches the edge.",
-        [low_line, high_line, own, line(x, total, "total batch", "second", steps=True, mode="lines")],
-        x=STEPS,
-        y=log_axis("samples (log scale)", floor, top),
+        [View("", [low_line, high_line, own, beside])],
+        STEPS,
+        log_axis("samples (log scale)", floor, top),
         legend=(
             Key("noise scale", "main", "line"),
             Key("its 90% limits", "band"),
@@ -158,11 +159,9 @@ def _goodput(run: RunArrays) -> Figure | Missing:
         title=title,
         caption="Useful samples per second at each total batch that the planner compared, plan by plan; it moves only "
         "for a clear gain.",
-        views=tuple(views),
-        layout={
-            "xaxis": log_axis("total batch (samples, log scale)", low / room, high * room),
-            "yaxis": axis("goodput (useful samples/s)", range=[0, 1.1 * float(max(max(curve[2]) for curve in curves))]),
-        },
+        views=views,
+        x=log_axis("total batch (samples, log scale)", low / room, high * room),
+        y=axis("goodput (useful samples/s)", range=[0, 1.1 * float(max(max(curve[2]) for curve in curves))]),
         legend=(Key("goodput", "main", "line"), Key("chosen", "second", "dot")),
     )
 
@@ -206,7 +205,7 @@ def _over_time(
     if not traces:
         return Missing(name, title, missing)
     x = axis(f"{clock} ({unit})", rangemode="tozero")
-    return Figure.of_lines(name, title, caption, traces, x=x, y=y, legend=keys if len(runs) > 1 else ())
+    return Figure(name, title, caption, [View("", traces)], x, y, legend=keys if len(runs) > 1 else ())
 
 
 def _column(windows: Windows, column: str) -> Metric:
@@ -276,12 +275,10 @@ def _times_to_target(runs: list[RunArrays], result: Reached) -> Figure:
         name="compare-times",
         title="Time to target",
         caption=f"How long each run took to its first {goal}; a run without a bar did not get there.",
-        views=(View("", [bars(words, x=numbers(times), y=places, marker=colours)]),),
-        layout={
-            "xaxis": axis(f"time to target ({unit})", rangemode="tozero"),
-            "yaxis": row_axis("run (name)", len(runs), tickvals=places, ticktext=names),
-            "bargap": 0.35,
-        },
+        views=[View("", [bars(words, x=numbers(times), y=places, marker=colours)])],
+        x=axis(f"time to target ({unit})", rangemode="tozero"),
+        y=row_axis("run (name)", len(runs), tickvals=places, ticktext=names),
+        more={"bargap": 0.35},
         height=110 + 36 * len(runs),
     )
 
@@ -296,8 +293,7 @@ def _compared_metric(runs: list[RunArrays], name: str, place: int, result: Reach
     ends = [0.0, max(x for trace in traces for x in trace["x"])]
     target = line(ends, [result.target.value] * 2, "target", "muted", mode="lines")
     target["line"]["dash"] = "dash"
-    views = (View("", [*traces, target]),)
-    return replace(drawn, views=views, legend=(*drawn.legend, Key("target", "muted", "dash")))
+    return replace(drawn, views=[View("", [*traces, target])], legend=(*drawn.legend, Key("target", "muted", "dash")))
 
 
 def _compared_column(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import html
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from importlib import resources
 from string import Template
 from typing import Any, NamedTuple
@@ -47,38 +47,30 @@ class View(NamedTuple):
     traces: list[dict[str, Any]]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Figure:
-    """One drawing, or several to choose from, with its words.
+    """One drawing, or several to choose from, the last one shown first, with its words and axes.
 
-    `scale` is what the ends of a colour scale mean, where there is one. The last view is shown first.
+    `more` is the rest of the layout. `scale` is what the ends of a colour scale mean, where there is one.
     """
 
     name: str
     title: str
     caption: str
-    views: tuple[View, ...]
-    layout: dict[str, Any]
+    views: list[View]
+    x: dict[str, Any]
+    y: dict[str, Any]
+    _: KW_ONLY
+    more: dict[str, Any] = field(default_factory=dict)
     legend: tuple[Key, ...] = ()
     scale: tuple[str, str] | None = None
     height: int = 300
     wide: bool = False
 
-    @classmethod
-    def of_lines(
-        cls,
-        name: str,
-        title: str,
-        caption: str,
-        lines: list[dict[str, Any]],
-        *,
-        x: dict[str, Any],
-        y: dict[str, Any],
-        legend: tuple[Key, ...] = (),
-    ) -> Figure:
-        """Return a figure of lines with one view."""
-        layout, views = {"xaxis": x, "yaxis": y}, (View("", lines),)
-        return cls(name=name, title=title, caption=caption, views=views, layout=layout, legend=legend)
+    @property
+    def layout(self) -> dict[str, Any]:
+        """The layout as plotly takes it."""
+        return {"xaxis": self.x, "yaxis": self.y, **self.more, "height": self.height}
 
 
 class Missing(NamedTuple):
@@ -313,7 +305,7 @@ def _item(item: Item, section: str, figures: dict[str, Any], *, wide: bool) -> s
         return f'<div class="missing wide"><h4>{title}</h4><p>{html.escape(item.reason)}</p></div>\n'
     name = f"{section}-{item.name}"
     figures[name] = {
-        "layout": {**item.layout, "height": item.height},
+        "layout": item.layout,
         "views": [{"label": view.label, "traces": view.traces} for view in item.views],
         "chosen": len(item.views) - 1,
     }

@@ -77,15 +77,10 @@ def _ranks_over_time(
         line(x, np.append(own[rows], own[-1]), names[rank], series_colour(rank), steps=True, **more)
         for rank, own in enumerate(values.T)
     ]
-    return Figure.of_lines(
-        name,
-        title,
-        f"{caption} The top edge is the total batch." if stacked else caption,
-        traces,
-        x=STEPS,
-        y=axis(unit, rangemode="tozero", **({} if stacked else {"range": [0, 102]})),
-        legend=series_keys(names, "fill" if stacked else "line"),
-    )
+    y = axis(unit, rangemode="tozero", **({} if stacked else {"range": [0, 102]}))
+    caption += " The top edge is the total batch." if stacked else ""
+    legend = series_keys(names, "fill" if stacked else "line")
+    return Figure(name, title, caption, [View("", traces)], STEPS, y, legend=legend)
 
 
 def _colour_map(windows: Windows, values: ByRank, name: str, title: str, caption: str, unit: str) -> Figure:
@@ -110,8 +105,9 @@ def _colour_map(windows: Windows, values: ByRank, name: str, title: str, caption
         name=name,
         title=title,
         caption=f"{caption} A row is a rank, a colour its {unit}, the mean of a stretch of steps.",
-        views=(View("", [trace]),),
-        layout={"xaxis": STEPS, "yaxis": _rank_axis(ranks, most_labels=12)},
+        views=[View("", [trace])],
+        x=STEPS,
+        y=_rank_axis(ranks, most_labels=12),
         scale=(f"{amount(low)}", f"{amount(high)} {unit}"),
     )
 
@@ -137,13 +133,10 @@ def utilisation(windows: Windows) -> Figure | Missing:
         title=title,
         caption="Mean over the steps. Waiting is for slower ranks; communication is what no computing hides. The rank "
         "that hardly waits is the one that holds the others up.",
-        views=tuple(views),
-        layout={
-            "barmode": "stack",
-            "bargap": 0.25,
-            "xaxis": axis("share of the rank's time (%)", range=[0, 100]),
-            "yaxis": _rank_axis(ranks),
-        },
+        views=views,
+        x=axis("share of the rank's time (%)", range=[0, 100]),
+        y=_rank_axis(ranks),
+        more={"barmode": "stack", "bargap": 0.25},
         legend=tuple(Key(name, role, "hatch" if role == "waiting" else "fill") for name, role in _ROLES.items()),
         height=110 + len(ranks) * (34 if len(ranks) <= MOST_LINES else 17),
         wide=True,
@@ -179,16 +172,13 @@ def step_timeline(run: RunArrays) -> Figure | Missing:
         title=title,
         caption="Above, what a rank computes; below, its gradient's all-reduces, bucket by bucket. Ranks are lined up "
         "by the end of the last all-reduce. In a good split no rank waits long.",
-        views=tuple(
+        views=[
             View(f"{label}{_timeline_words(line, length_ms)}", _timeline_traces(own, ranks))
             for label, line, length_ms, own in zip(labels, lines, lengths_ms, drawn, strict=True)
-        ),
-        layout={
-            "barmode": "overlay",
-            "xaxis": axis("time in the step (ms)", range=[0, 1.02 * max(lengths_ms)]),
-            "yaxis": _rank_axis(ranks),
-            "hovermode": "closest",
-        },
+        ],
+        x=axis("time in the step (ms)", range=[0, 1.02 * max(lengths_ms)]),
+        y=_rank_axis(ranks),
+        more={"barmode": "overlay", "hovermode": "closest"},
         legend=(
             Key("optimizer and forward", "forward"),
             Key("backward", "backward"),
