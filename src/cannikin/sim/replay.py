@@ -49,12 +49,10 @@ def machine_from_log(log: RunLog, part: slice = _ALL) -> Machine:
     Raises:
         RunLogError: the log has no window with a step in full.
     """
-    records = _usable(log, part)
-    ranks = len(records[0].local_batches)
-    windows = [window for record in records if (window := replay_window(record)) is not None]
-    num_buckets = windows[-1].num_buckets
-    windows = [window for window in windows if window.num_buckets == num_buckets and window.valid.all()]
-    curves = [_curve(records, name) for name in ("before_ms", "backward_ms")]
+    usable = _usable(log, part)
+    ranks, num_buckets = usable[-1][1].num_ranks, usable[-1][1].num_buckets
+    windows = [window for _, window in usable if window.num_buckets == num_buckets and window.valid.all()]
+    curves = [_curve([record for record, _ in usable], name) for name in ("before_ms", "backward_ms")]
     ready = np.concatenate([window.ready_s for window in windows])
     shares = np.minimum(np.maximum.accumulate(np.median(ready / ready[..., -1:], axis=0), axis=-1), 1.0)
     header = log.headers[-1]
@@ -102,7 +100,7 @@ def _scattered(machine: Machine, log: RunLog, part: slice) -> Machine:
 def compare(log: RunLog, machine: Machine, part: slice = _ALL, *, seed: int = 0) -> list[Comparison]:
     """Run every split of the log, or of a part of its windows, on the machine; the most frequent comes first."""
     groups: dict[tuple[int, ...], list[float]] = {}
-    for record in _usable(log, part):
+    for record, _ in _usable(log, part):
         if record.step_ms is not None:
             groups.setdefault(record.local_batches, []).append(record.step_ms / 1e3)
     rng = np.random.default_rng(seed)
@@ -120,20 +118,19 @@ def compare(log: RunLog, machine: Machine, part: slice = _ALL, *, seed: int = 0)
     return rows
 
 
-def _usable(log: RunLog, part: slice) -> list[WindowRecord]:
-    """Return the windows measured on all ranks, without the run's first."""
+def _usable(log: RunLog, part: slice) -> list[tuple[WindowRecord, StepWindow]]:
+    """Return the windows measured on all ranks, without the run's first, each with its step in full."""
     complete = [
-        record
+        (record, window)
         for record in log.windows[_SKIPPED:][part]
-        if record.timeline is not None
-        and None not in (*record.before_ms, *record.backward_ms)
-        and record.step_ms is not None
+        if (window := replay_window(record)) is not None
+        and None not in (*record.before_ms, *record.backward_ms, record.step_ms)
         and record.num_valid > 0
     ]
-    if not complete or not any(window.valid.all() for r in complete if (window := replay_window(r)) is not None):
+    if not any(window.valid.all() for _, window in complete):
         raise RunLogError("the run log has no window measured on all ranks after its first: train longer, then fit")
-    ranks = len(complete[-1].local_batches)
-    return [record for record in complete if len(record.local_batches) == ranks]
+    ranks = complete[-1][1].num_ranks
+    return [(record, window) for record, window in complete if window.num_ranks == ranks]
 
 
 def _curve(records: list[WindowRecord], name: str) -> Curve:

@@ -31,12 +31,8 @@ class Workload:
     spec: WorkloadSpec
     target: float
 
-    def moments(self, progress: float) -> tuple[float, float]:
-        """Return G and S at this progress, interpolated between measured epochs in logarithms."""
-        signal, noise = self._interpolated(progress)
-        return float(signal), float(noise)
-
-    def _interpolated(self, progress: npt.ArrayLike) -> tuple[FloatArray, FloatArray]:
+    def moments(self, progress: npt.ArrayLike) -> tuple[FloatArray, FloatArray]:
+        """Return G and S at this progress, any shape, interpolated between measured epochs in logarithms."""
         curve, places = self.spec.curve, np.asarray(progress, dtype=np.float64)
         signal, noise = (
             np.asarray(np.exp(np.interp(places, curve.progress, np.log(values))))
@@ -46,7 +42,7 @@ class Workload:
 
     def gains(self, total_batches: npt.ArrayLike, progress: npt.ArrayLike) -> FloatArray:
         """Return the B0-steps that one step of each total batch is worth, at one progress for all or one for each."""
-        signal, noise = self._interpolated(progress)
+        signal, noise = self.moments(progress)
         initial, totals = self.spec.curve.initial_batch, np.asarray(total_batches, dtype=np.float64)
         gains: FloatArray = totals / initial * (noise + initial * signal) / (noise + totals * signal)
         return gains
@@ -81,15 +77,15 @@ def find_workload(name: str, target: float | None = None) -> Workload:
 
 
 def sample_sqnorms(
-    local_batches: IntArray, signal_sqnorm: float, noise_trace: float, rng: np.random.Generator
+    local_batches: IntArray, signal_sqnorm: npt.ArrayLike, noise_trace: npt.ArrayLike, rng: np.random.Generator
 ) -> tuple[FloatArray, FloatArray]:
     """Draw squared norms of the ranks' gradients, [S, n], and of their weighted mean, [S], for normal gradients.
 
     g_i = G + e_i,   e_i normal with trace S/b_i,   g = sum_i b_i/B g_i
     """
     shape = (*local_batches.shape, _DIMENSIONS)
-    noise = rng.standard_normal(shape) * np.sqrt(noise_trace / _DIMENSIONS / local_batches)[..., None]
-    noise[..., 0] += math.sqrt(signal_sqnorm)
+    noise = rng.standard_normal(shape) * np.sqrt(np.asarray(noise_trace) / _DIMENSIONS / local_batches)[..., None]
+    noise[..., 0] += np.sqrt(signal_sqnorm)
     weights = local_batches / local_batches.sum(axis=1, keepdims=True)
     mean = (weights[..., None] * noise).sum(axis=1)
     return (noise**2).sum(axis=-1), (mean**2).sum(axis=-1)
