@@ -7,7 +7,7 @@ import importlib
 import sys
 from itertools import takewhile
 
-# Name -> module, whose `main()` needs no arguments. Other modules here are parts of these, or need to be told of data.
+# Name -> module, whose `main()` needs no arguments. Other modules here are parts of these, or need data.
 BENCHMARKS = {
     "adaptdl": "adaptdl_overhead",
     "controller": "controller",

@@ -57,7 +57,7 @@ class Program:
 
 
 def environment() -> Path:
-    """The interpreter of AdaptDL's environment, which is made where it is missing; OSError says why it cannot be."""
+    """Return the interpreter of AdaptDL's environment, made where it is missing; OSError says why it cannot be."""
     python, ready = ENVIRONMENT / "bin" / "python", ENVIRONMENT / ".ready"
     wanted = "\n".join(PACKAGES)
     if ready.exists() and ready.read_text() == wanted:
@@ -83,7 +83,7 @@ def _free_port() -> int:
 
 
 def _variables(program: Program, folder: Path) -> dict[str, str]:
-    """The environment of a rank: ours keeps PYTHONPATH, AdaptDL's must not see our packages."""
+    """Return the environment of a rank: ours keeps PYTHONPATH, AdaptDL's must not see our packages."""
     inherited = {k: v for k, v in os.environ.items() if k != "PYTHONPATH" or program.python == Path(sys.executable)}
     adaptdl = {
         "MASTER_ADDR": "127.0.0.1",
@@ -96,7 +96,7 @@ def _variables(program: Program, folder: Path) -> dict[str, str]:
 
 
 class Training:
-    """The ranks of one program, which train when told to."""
+    """The ranks of one program, which train on command."""
 
     def __init__(self, program: Program, width: int, local_batch: int, folder: Path) -> None:
         self.program, self.folder = program, folder
@@ -122,7 +122,7 @@ class Training:
             process.stdin.flush()
 
     def await_ready(self) -> None:
-        """Until every rank waits for a command."""
+        """Wait until every rank waits for a command."""
         for rank, process in enumerate(self.ranks):
             if process.stdout.readline() != "ready\n":
                 end = (self.folder / f"rank{rank}.txt").read_text()[-2000:]
@@ -142,7 +142,7 @@ class Training:
 
 @contextmanager
 def training(program: Program, width: int, local_batch: int) -> Iterator[Training]:
-    """A training that is over, and its folder gone, when the block is left or after SHAPE_LIMIT_S."""
+    """Yield a training that ends, with its folder, when the block is left or after SHAPE_LIMIT_S."""
     with tempfile.TemporaryDirectory() as name:
         started = Training(program, width, local_batch, Path(name))
         watchdog = threading.Timer(SHAPE_LIMIT_S, started.kill)
@@ -173,7 +173,7 @@ class Measured:
 
     seconds: np.ndarray
     parameters: list[np.ndarray]
-    profile: dict[tuple[str, str], float]  # file and function -> ms a step, callees included
+    profile: dict[tuple[str, str], float]  # file and function -> ms per step, callees included
 
     @property
     def turns_ms(self) -> np.ndarray:
@@ -223,7 +223,7 @@ def _print_rows(programs: Sequence[Program], measured: Measured, local_batch: in
 def _print_parts(profile: dict[tuple[str, str], float], excess_ms: float) -> None:
     parts = {name: sum(profile.get(key, 0.0) for key in keys) for name, keys in PARTS.items()}
     listed = "; ".join(f"{name} {ms:.1f}" for name, ms in parts.items())
-    print(f"{'':18}AdaptDL adds {excess_ms:.1f} ms; cProfile finds, in ms a step: {listed}")
+    print(f"{'':18}AdaptDL adds {excess_ms:.1f} ms; cProfile finds, in ms per step: {listed}")
 
 
 def main() -> None:

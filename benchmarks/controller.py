@@ -22,12 +22,12 @@ SEEDS = 300
 
 
 def excess(cluster: Cluster, local_batches: tuple[int, ...]) -> float:
-    """How much slower than OptPerf a split is, by the truth."""
+    """Return how much slower than OptPerf a split is, by the true times."""
     return step_time(cluster, local_batches) / optimal_split(cluster, sum(local_batches)).step_s - 1
 
 
 def settle(seed: int, *, hard: bool, delay: int) -> tuple[float, float]:
-    """Excess over OptPerf after 30 steps, and after 30 more with one rank's times doubled."""
+    """Return the excess over OptPerf after 30 steps, and after 30 more with one rank's times doubled."""
     rng = np.random.default_rng(seed)
     cluster, total_batch = random_cluster(rng, hard=hard)
     job = Job(num_ranks=cluster.num_ranks, batch_size=total_batch)
@@ -38,7 +38,7 @@ def settle(seed: int, *, hard: bool, delay: int) -> tuple[float, float]:
 
 
 def window_cost_ms(num_ranks: int) -> float:
-    """Median CPU time of a decision on a window of 10 steps, with an adaptive total batch."""
+    """Return the median CPU time of a decision on a window of 10 steps, with an adaptive total batch."""
     rng = np.random.default_rng(num_ranks)
     cluster, total_batch = random_cluster(rng)
     while cluster.num_ranks != num_ranks:

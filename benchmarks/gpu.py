@@ -45,7 +45,7 @@ PARTS: dict[str, list[Launch]] = {
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """What was measured, for people."""
+    """Return what was measured as a table for people."""
     forms = {"overhead": _overhead_line, "limit": _limit_line}
     return "\n".join(forms.get(r["job"], json.dumps)(r) for r in results)
 

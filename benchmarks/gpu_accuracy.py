@@ -23,7 +23,7 @@ POLICIES = "cannikin,adaptdl,lb-bsp,even"
 
 
 def run(options: argparse.Namespace, policy: str, seed: int, settings: list[str]) -> dict[str, Any]:
-    """One run; its summary, with a note where it did not come to its end."""
+    """Do one run, and return its summary, with a note where it did not come to its end."""
     example = options.example
     name = f"{example}-{policy}-{seed}"
     summary = options.out / f"{name}.json"
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace, policy: str, seed: int, settings: list[str]
 
 
 def line(result: dict[str, Any]) -> str:
-    """One run's line of the table."""
+    """Return one run's line of the table."""
     metric, target = TARGETS[result["example"]]
     head = f"{result['example']:8} {result['policy']:9} seed {result['seed']}"
     epochs = result["epochs"]

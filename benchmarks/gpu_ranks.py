@@ -40,7 +40,7 @@ def overhead(
     rounds: int,
     variants: Sequence[str] = ("raw", "control", "torch hook", "no buffers", "ours"),
 ) -> dict[str, Any]:
-    """Ours with an even plan against plain DDP, in random order within each round, with three more to compare.
+    """Measure ours with an even plan and plain DDP, in random order within each round, with three more to compare.
 
     A second plain DDP is the control. torch's own `allreduce_hook` shows what a hook in Python costs at all, and DDP
     without its broadcast of buffers what ours saves by averaging BatchNorm's statistics once a window instead.
@@ -83,7 +83,7 @@ def overhead(
 
 
 def _middle_mean(values: np.ndarray) -> float:
-    """Mean without the outermost 2% on each side: norms and plans fall on some steps only, so a median misses them."""
+    """Return the mean without the outermost 2% on each side; a median misses norms and plans, which few steps have."""
     cut = len(values) // 50
     return float(np.sort(values)[cut : len(values) - cut].mean())
 

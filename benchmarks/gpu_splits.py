@@ -18,7 +18,7 @@ from cannikin.runlog import EventRecord, Record
 
 
 def limit(total: int, steps: int, largest: int) -> dict[str, Any]:
-    """Ours from an even start, then its split beside plain DDP's, LB-BSP's and the best that a search finds."""
+    """Train from an even start, then measure our split beside plain DDP's, LB-BSP's and the best of a search."""
     job, n, rank = Images(min(total, largest)), dist.get_world_size(), dist.get_rank()
     model, optimizer, seconds, made = train(job, total, steps)
     plans = [plan.local_batches for plan in made]
@@ -45,7 +45,7 @@ def limit(total: int, steps: int, largest: int) -> dict[str, Any]:
 
 
 def settling(total: int, runs: int, steps: int, rounds: int) -> dict[str, Any]:
-    """How good the split in force at step 30 is, run after run from an even start, and what a change of batches costs.
+    """Measure, over several runs, how good the split at step 30 is and what a change of batches costs.
 
     The splits are measured beside the best four of a search, and those four a second time as the control.
     """
@@ -76,7 +76,7 @@ def settling(total: int, runs: int, steps: int, rounds: int) -> dict[str, Any]:
 
 
 def sharing(total: int, steps: int, disturbed: int, start: int, rounds: int) -> dict[str, Any]:
-    """A second load begins on one rank's share in mid-run; the splits that follow, measured while it goes on.
+    """Begin a second load on one rank's share in mid-run, and measure the splits that follow while it goes on.
 
     Beside them are measured splits around the last, and such as give the disturbed rank next to nothing.
     """
@@ -112,7 +112,7 @@ def sharing(total: int, steps: int, disturbed: int, start: int, rounds: int) -> 
 
 
 class _Changes:
-    """Keeps the changes of speed that a run tells of on rank 0: step, rank and factor."""
+    """Keeps the changes of speed that rank 0 of a run reports: step, rank and factor."""
 
     def __init__(self) -> None:
         self.changes: list[tuple[int, int, float]] = []
@@ -139,7 +139,7 @@ class _Load(threading.Thread):
 
 
 def _with(split: tuple[int, ...], rank: int, size: int) -> tuple[int, ...]:
-    """This split with another batch for one rank, the others in their proportions."""
+    """Return this split with another batch for one rank, the others in their proportions."""
     rest, total = sum(split) - split[rank], sum(split)
     others = [round(batch * (total - size) / rest) for batch in split]
     others[rank] = size
@@ -152,7 +152,7 @@ def _new(plans: Sequence[tuple[int, ...]], step: int) -> bool:
 
 
 def _lb_bsp(cluster: Any, total: int, n: int) -> tuple[tuple[int, ...], int]:
-    """Where LB-BSP's own planner ends on compute times of the fitted model, and after how many moves."""
+    """Return LB-BSP's last split on compute times of the fitted model, and its number of moves."""
     job = Job(num_ranks=n, batch_size=total)
     planner = LbBspPlanner(job)
     plan, moves = planner.decide(None, job, 0).plan, 0
@@ -189,7 +189,7 @@ def _search(
     total: int,
     named: dict[str, tuple[int, ...]],
 ) -> dict[str, Any]:
-    """Step times of splits around ours, interleaved; the best few again beside those that have a name."""
+    """Measure splits around ours, interleaved, then the best few again beside those that have a name."""
     tried = sorted({*named.values(), *_around(named["ours"], (0.01, 0.03, 0.08), len(job.images))})
     first = dict(zip(tried, _interleaved(job, model, optimizer, rank, tried, 10), strict=True))
     chosen = list(dict.fromkeys([*named.values(), *sorted(tried, key=first.__getitem__)[:4]]))
@@ -203,7 +203,7 @@ def _search(
 
 
 def _around(split: tuple[int, ...], shares: Sequence[float], most: int) -> list[tuple[int, ...]]:
-    """This split with these shares of the total moved from each rank to each other."""
+    """Return this split with these shares of the total moved from each rank to each other."""
     splits = []
     for share, (i, j) in itertools.product(shares, itertools.permutations(range(len(split)), 2)):
         moved = list(split)
@@ -217,7 +217,7 @@ def _around(split: tuple[int, ...], shares: Sequence[float], most: int) -> list[
 def _interleaved(
     job: Any, model: Any, optimizer: Any, rank: int, splits: list[tuple[int, ...]], rounds: int
 ) -> list[float]:
-    """Median step time of each split, in random order within each round."""
+    """Measure the median step time of each split, in random order within each round."""
     rng = np.random.default_rng(1)
     seconds = np.zeros((rounds, len(splits)))
     for r in range(rounds):

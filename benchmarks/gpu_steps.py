@@ -49,7 +49,7 @@ class Tokens:
 
 
 def step_seconds(job: Any, model: nn.Module, optimizer: torch.optim.Optimizer, size: int) -> float:
-    """One training step of this many samples."""
+    """Train one step of this many samples, and return its seconds."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     optimizer.zero_grad()
@@ -70,7 +70,7 @@ def train(
     before: Callable[[int], object] = lambda step: None,
     observers: Sequence[Observer] = (),
 ) -> tuple[Any, Any, list[float], list[Any]]:
-    """Ours from an even start: model, optimizer, and each step's seconds and plan; `before` is told each step."""
+    """Train from an even start; return model, optimizer, and each step's seconds and plan. `before` gets each step."""
     net = job.network()
     optimizer = sgd(net)
     model = HeteroDataParallel(net, optimizer, observers=observers)

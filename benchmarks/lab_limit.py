@@ -62,14 +62,14 @@ REGIMES = {
 
 
 def without_links(regime: Regime) -> Regime:
-    """The regime where ranks cannot be set apart: a gradient so large that this machine's own all-reduce decides."""
+    """Return the regime without links: a gradient so large that this machine's own all-reduce decides."""
     if regime.link is None or regime.local_gradient_kb is None:
         return regime
     return replace(regime, link=None, gradient_kb=regime.local_gradient_kb)
 
 
 def launch(job: str, name: str, regime: Regime, out: Path, *, limit_s: float) -> str:
-    """Run one job on a regime's ranks; "" where it ended well, else how it ended."""
+    """Run one job on a regime's ranks, and return "" where it ended well, else how it ended."""
     keywords = {"total": TOTAL, "gradient_kb": regime.gradient_kb, "host_ms": regime.host_ms}
     keywords |= LIMIT if job == "limit" else SLOWED
     slow = ["--slow", f"0:0.5@{CHANGE}"] if job == "slowed" else []
@@ -80,7 +80,7 @@ def launch(job: str, name: str, regime: Regime, out: Path, *, limit_s: float) ->
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """What was measured, for people."""
+    """Return what was measured as a table for people."""
     forms = {"limit": _limit_table, "slowed": _slowed_table}
     return "\n\n".join(forms[r["job"]](r) for r in results)
 
@@ -116,7 +116,7 @@ def _slowed_table(r: dict[str, Any]) -> str:
 
 
 def _split_rows(r: dict[str, Any]) -> list[str]:
-    """A row for each split that has a name or several, quickest first."""
+    """Return one row per split that has a name or several, the quickest first."""
     names: dict[tuple[int, ...], list[str]] = {}
     for name in sorted(r["splits"], key=lambda name: (r["split_ms"][name], name)):
         names.setdefault(tuple(r["splits"][name]), []).append(name)

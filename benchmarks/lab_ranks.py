@@ -71,7 +71,7 @@ class Training:
         self.host_s = host_ms[self.rank] / 1e3
 
     def step_seconds(self, size: int) -> float:
-        """One training step of this many samples."""
+        """Train one step of this many samples, and return its seconds."""
         start = time.perf_counter()
         self.optimizer.zero_grad()
         loss = F.cross_entropy(self.model(self.inputs[:size]), self.labels[:size])
@@ -96,7 +96,7 @@ class Training:
         return run
 
     def interleaved(self, splits: list[Split], passes: int) -> np.ndarray:
-        """Step time of each split, [ROUNDS, splits]: medians over passes, each of which has all in random order."""
+        """Return each split's median step time over passes with all splits in random order, [ROUNDS, splits]."""
         rng = np.random.default_rng(1)  # the same order on every rank
         seconds = np.zeros((ROUNDS, passes, len(splits)))
         for i, j in np.ndindex(ROUNDS, passes):
@@ -122,22 +122,22 @@ class Run:
         return [plan.local_batches for plan in self.plans]
 
     def changes(self) -> list[int]:
-        """The steps at which another split came into force."""
+        """Return the steps at which another split came into force."""
         return [step for step, (a, b) in enumerate(itertools.pairwise(self.splits()), start=1) if a != b]
 
     @property
     def num_settled(self) -> int:
-        """Steps since then."""
+        """Steps since the last change."""
         return len(self.plans) - max([0, *self.changes()])
 
     def told(self) -> list[dict[str, Any]]:
-        """Each split with its first step and the reason that the plan gave."""
+        """Return each split with its first step and its plan's reason."""
         firsts = [0, *self.changes()]
         return [{"step": s, "split": self.plans[s].local_batches, "reason": self.plans[s].reason} for s in firsts]
 
 
 def limit(total: int, steps: int, passes: int, **keywords: Any) -> dict[str, Any]:
-    """Ours from an even start, LB-BSP from the same, then their splits beside the even one and the best of a grid."""
+    """Train ours and LB-BSP from an even start; measure their splits beside the even one and the best of a grid."""
     training = Training("cannikin", total=total, **keywords)
     _say(f"ours, {steps} steps")
     run = training.run(steps)
@@ -168,7 +168,7 @@ def limit(total: int, steps: int, passes: int, **keywords: Any) -> dict[str, Any
 
 
 def slowed(total: int, steps: int, change: int, passes: int, **keywords: Any) -> dict[str, Any]:
-    """Ours while the lab slows a rank at step `change`, then every split it used since beside the best of a grid."""
+    """Train while the lab slows a rank at step `change`; measure the splits used since beside the best of a grid."""
     training = Training("cannikin", total=total, **keywords)
     _say(f"ours, {steps} steps, a rank changes at {change}")
     run = training.run(steps)
@@ -192,7 +192,7 @@ def slowed(total: int, steps: int, change: int, passes: int, **keywords: Any) ->
 
 
 def _compare(training: Training, named: dict[str, Split], grid: list[Split], passes: int) -> dict[str, Any]:
-    """A grid of splits measured in turns, then the best three of it again beside those that have a name."""
+    """Measure a grid of splits in turns, then the best three again beside those that have a name."""
     _say(f"{len(grid)} splits, {ROUNDS * passes} steps each")
     first = dict(zip(grid, training.interleaved(grid, passes)[-1].tolist(), strict=True))
     chosen = list(dict.fromkeys([*named.values(), *sorted(grid, key=first.__getitem__)[:3]]))
@@ -212,14 +212,14 @@ def _compare(training: Training, named: dict[str, Split], grid: list[Split], pas
 
 
 def _lattice(total: int, num_ranks: int) -> list[Split]:
-    """All splits of the total batch in eighths, none of them without samples on a rank."""
+    """Return all splits of the total batch in eighths that give every rank samples."""
     part = total // LATTICE
     eighths = (x for x in itertools.product(range(1, LATTICE), repeat=num_ranks) if sum(x) == LATTICE)
     return [(*(part * k for k in x[:-1]), total - part * sum(x[:-1])) for x in eighths]
 
 
 def _around(split: Split, total: int) -> list[Split]:
-    """The split, and those that move a few of its samples from one rank to another."""
+    """Return the split, and those that move a few of its samples from one rank to another."""
     splits = [split]
     for share, (i, j) in itertools.product(SHARES_MOVED, itertools.permutations(range(len(split)), 2)):
         moved, count = list(split), max(1, round(share * total))
@@ -230,7 +230,7 @@ def _around(split: Split, total: int) -> list[Split]:
 
 
 def _bottlenecks(training: Training, total: int) -> list[str]:
-    """What binds each rank at the optimum of the model that rank 0 has learned."""
+    """Return what limits each rank at the optimum of the model that rank 0 has learned."""
     if training.rank != 0:
         return []
     cluster = training.model.engine.coordinator.planner.model().cluster
@@ -238,7 +238,7 @@ def _bottlenecks(training: Training, total: int) -> list[str]:
 
 
 def _gathered(value: float) -> list[float]:
-    """Everybody's value."""
+    """Return every rank's value."""
     values = [torch.zeros(1, dtype=torch.float64) for _ in range(dist.get_world_size())]
     dist.all_gather(values, torch.tensor([value], dtype=torch.float64))
     return [float(v) for v in values]

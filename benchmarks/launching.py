@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 def run_in_lab(
     lab_options: list[str], script: Path, arguments: list[str], *, limit_s: float, log: IO[str] | None = None
 ) -> str:
-    """Run a script on ranks that `cannikin lab` makes; "" where it ended well, else how it ended.
+    """Run a script on ranks of `cannikin lab`, and return "" where it ended well, else how it ended.
 
     Args:
         lab_options: of `cannikin lab`.
@@ -42,5 +42,5 @@ def empty(out: Path) -> None:
 
 
 def read(out: Path) -> list[dict[str, Any]]:
-    """The results; none where every launch failed."""
+    """Return the results; none where every launch failed."""
     return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []

@@ -20,18 +20,18 @@ Layer = tuple[float, float]  # parameters, multiply-adds for one sample
 
 
 def conv(inputs: int, outputs: int, kernel: int, size: int) -> Layer:
-    """A square convolution and its batch norm, at this output size."""
+    """Return a square convolution and its batch norm, at this output size."""
     parameters = inputs * outputs * kernel**2
     return parameters + 2 * outputs, parameters * size**2
 
 
 def dense(inputs: int, outputs: int, repeats: float = 1.0) -> Layer:
-    """A matrix product, done so many times a sample."""
+    """Return a matrix product that is done so many times per sample."""
     return inputs * outputs + outputs, inputs * outputs * repeats
 
 
 def resnet18() -> Iterator[Layer]:
-    """For 32 x 32 images: no first stride, no pooling."""
+    """Return the layers for 32 x 32 images: no first stride, no pooling."""
     yield conv(3, 64, 3, 32)
     inputs = 64
     for width, size in ((64, 32), (128, 16), (256, 8), (512, 4)):
@@ -45,7 +45,7 @@ def resnet18() -> Iterator[Layer]:
 
 
 def resnet50() -> Iterator[Layer]:
-    """For 224 x 224 images."""
+    """Return the layers for 224 x 224 images."""
     yield conv(3, 64, 7, 112)
     inputs = 64
     for width, size, blocks in ((64, 56, 3), (128, 28, 4), (256, 14, 6), (512, 7, 3)):
@@ -60,7 +60,7 @@ def resnet50() -> Iterator[Layer]:
 
 
 def bert() -> Iterator[Layer]:
-    """BERT base on 384 tokens; gradients of embeddings cost what writing them does, counted as 20 operations each."""
+    """Return BERT base on 384 tokens; to write a gradient of an embedding counts as 20 operations."""
     tokens, width = 384, 768
     embeddings = (30522 + 512 + 2) * width
     yield embeddings, 20 * embeddings
@@ -73,7 +73,7 @@ def bert() -> Iterator[Layer]:
 
 
 def deepspeech2() -> Iterator[Layer]:
-    """Two convolutions and five bidirectional GRUs; 912 units, which gives the 52 M parameters of the paper."""
+    """Return two convolutions and five bidirectional GRUs of 912 units, which make the paper's 52 M parameters."""
     frames, units = 400, 912
     yield 32 * 41 * 11, 32 * 41 * 11 * 81 * frames
     yield 32 * 32 * 21 * 11, 32 * 32 * 21 * 11 * 41 * frames
@@ -87,7 +87,7 @@ def deepspeech2() -> Iterator[Layer]:
 
 
 def ncf() -> Iterator[Layer]:
-    """NeuMF on MovieLens-1M with 98 factors, which gives the 5.2 M parameters of the paper; embeddings as in BERT."""
+    """Return NeuMF on MovieLens-1M with 98 factors, which make the paper's 5.2 M parameters; embeddings as in BERT."""
     factors = 98
     for size in (4 * factors, factors):
         for rows in (6040, 3706):
@@ -98,7 +98,7 @@ def ncf() -> Iterator[Layer]:
 
 
 def buckets(layers: list[Layer]) -> tuple[list[float], list[float], list[float]]:
-    """Bytes, and the shares of backward by layers and by operations after which each bucket is ready."""
+    """Return bytes, and the shares of backward by layers and by operations after which each bucket is ready."""
     sizes, by_layers, by_work = [], [], []
     filled, work, total_work = 0.0, 0.0, sum(layer[1] for layer in layers)
     for number, (parameters, operations) in enumerate(reversed(layers), start=1):

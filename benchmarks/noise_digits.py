@@ -87,14 +87,14 @@ class Cell:
 
 
 class Network:
-    """Two layers and tanh, in float64, with gradients a sample: each is an outer product of two short vectors."""
+    """Two layers and tanh, in float64, with gradients per sample: each is an outer product of two short vectors."""
 
     def __init__(self, rng: np.random.Generator, num_hidden: int = 32) -> None:
         self.weights = [rng.normal(size=(65, num_hidden)) / 8, rng.normal(size=(num_hidden + 1, 10)) / num_hidden**0.5]
         self.velocity = [np.zeros_like(weight) for weight in self.weights]
 
     def factors(self, images: FloatArray, labels: IntArray) -> list[tuple[FloatArray, FloatArray]]:
-        """(inputs, errors) of each layer; sample a's gradient of that layer is the outer product of row a of both."""
+        """Return (inputs, errors) of each layer; sample a's gradient of it is the outer product of row a of both."""
         inputs = _with_one(images)
         hidden = np.tanh(inputs @ self.weights[0])
         logits = _with_one(hidden) @ self.weights[1]
@@ -104,13 +104,13 @@ class Network:
         return [(inputs, (error @ self.weights[1][:-1].T) * (1 - hidden**2)), (_with_one(hidden), error)]
 
     def train(self, images: FloatArray, labels: IntArray) -> None:
-        """One step of SGD, rate .1, momentum .9."""
+        """Take one step of SGD, rate .1, momentum .9."""
         for layer, (inputs, error) in enumerate(self.factors(images, labels)):
             self.velocity[layer] = 0.9 * self.velocity[layer] + inputs.T @ error / len(images)
             self.weights[layer] -= 0.1 * self.velocity[layer]
 
     def gram(self, images: FloatArray, labels: IntArray) -> FloatArray:
-        """z_a . z_b of all pairs."""
+        """Return z_a . z_b of all pairs."""
         gram = np.zeros((len(images), len(images)))
         for inputs, error in self.factors(images, labels):
             gram += (inputs @ inputs.T) * (error @ error.T)
@@ -141,7 +141,7 @@ def train_stages(rng: np.random.Generator) -> Iterator[Stage]:
 def draw_norms(
     gram: FloatArray, split: tuple[int, ...], num_steps: int, rng: np.random.Generator
 ) -> tuple[FloatArray, FloatArray]:
-    """|g_i|^2 [steps, n] and |g|^2 [steps] of steps of independent samples."""
+    """Draw |g_i|^2 [steps, n] and |g|^2 [steps] of steps of independent samples."""
     batches, total = np.array(split), sum(split)
     starts = np.cumsum(batches) - batches
     local, whole = np.empty((num_steps, len(split))), np.empty(num_steps)
@@ -158,7 +158,7 @@ def draw_norms(
 def fixed_estimates(
     split: tuple[int, ...], local: FloatArray, whole: FloatArray, estimator: str, tail: float
 ) -> FloatArray:
-    """(S, G) of every step, [steps, 2], by the estimator's coefficients: they are linear in the norms."""
+    """Return (S, G) of every step, [steps, 2], by the estimator's coefficients: they are linear in the norms."""
     units = np.vstack([np.eye(len(split)), np.zeros(len(split))])
     parts = [noise_scale(split, unit, float(not unit.any()), estimator, tail) for unit in units]
     coefficients = np.array([(part.noise_trace, part.signal_sqnorm) for part in parts])
@@ -167,7 +167,7 @@ def fixed_estimates(
 
 
 def tracked_estimates(split: tuple[int, ...], local: FloatArray, whole: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """(S, G) of every step, [steps, 2], with the t then in force, [steps]."""
+    """Return (S, G) of every step, [steps, 2], with the t then in force, [steps]."""
     tracker = NoiseTracker(initial_batch=sum(split))
     blends, estimates = [], []
     for norms, norm in zip(local, whole, strict=True):
@@ -179,7 +179,7 @@ def tracked_estimates(split: tuple[int, ...], local: FloatArray, whole: FloatArr
 
 
 def measure(stage: Stage, split: tuple[int, ...], num_steps: int, rng: np.random.Generator) -> Cell:
-    """Standard deviations and bias over `num_steps` steps after the tracker's warm-up."""
+    """Measure standard deviations and bias over `num_steps` steps after the tracker's warm-up."""
     local, whole = draw_norms(stage.gram, split, num_steps + WARM_UP, rng)
     estimates = {name: fixed_estimates(split, local, whole, *how)[WARM_UP:] for name, how in FIXED.items()}
     tracked, blends = tracked_estimates(split, local, whole)
@@ -195,7 +195,7 @@ def measure(stage: Stage, split: tuple[int, ...], num_steps: int, rng: np.random
 
 
 def format_stage(stage: Stage) -> str:
-    """One line about a stage."""
+    """Return one line about a stage."""
     return (
         f"{stage.name:<10}{stage.step:>7}{stage.accuracy:>10.3f}{stage.signal:>12.3g}{stage.noise:>11.3g}"
         f"{stage.noise / stage.signal:>9.3g}{stage.tail_weight:>9.3g}"
@@ -203,7 +203,7 @@ def format_stage(stage: Stage) -> str:
 
 
 def format_cell(cell: Cell) -> str:
-    """One line about a cell: every standard deviation over the better of p = 0 and p = 1."""
+    """Return one line about a cell: every standard deviation over the better of p = 0 and p = 1."""
     text = f"{cell.stage:<10}{'-'.join(map(str, cell.split)):<14}{cell.blend:>5.2f}"
     for quantity in (1, 0):
         ratios = [deviation[quantity] / cell.better[quantity] for deviation in cell.deviation.values()]
@@ -213,7 +213,7 @@ def format_cell(cell: Cell) -> str:
 
 
 def print_report(stages: list[str], cells: list[Cell]) -> None:
-    """Both tables and the worst cells, on stdout."""
+    """Print both tables and the worst cells."""
     print(f"{'stage':<10}{'step':>7}{'accuracy':>10}{'G':>12}{'S':>11}{'phi':>9}{'h':>9}", *stages, sep="\n")
     columns = "".join(f"{name:>6}" for name in (*FIXED, "track")) + f"{'/thm1':>7}{'bias':>6}"
     print(f"\n{'':<29} | standard deviation of G{'':<20} | standard deviation of S")

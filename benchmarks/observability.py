@@ -3,7 +3,7 @@
 What rank 0 does to tell its observers of a window and the plan after it, timed alone: the runtime's recorder makes two
 records of what was measured and learned, and hands them to an observer. A window has 5 steps while the model is young,
 then 10; the figures are for 5, the dearer. The planner and its windows are real, the times in them made up. The
-observers' clock goes on by 50 ms a step, so that what they leave out in a real run is left out here.
+observers' clock goes on by 50 ms per step, so that they leave out here what they leave out in a real run.
 
 For information, then, real training: two models on two gloo ranks take turns in random order, one of them with a run
 log and a live view, as in `benchmarks.overhead`.
@@ -47,7 +47,7 @@ NUM_RECORDS = 10_000  # half of them windows, half of them plans
 WINDOW_STEPS = 5
 STEP_S = 0.05
 ROUNDS = 660  # of real training, the first 60 left out
-NUM_WINDOWS = 60  # that the planner has seen, and that are told of again and again
+NUM_WINDOWS = 60  # that the planner has seen; they are recorded again and again
 WANTED_US = 250
 SHAPES = ((3, 5), (16, 20))  # ranks and buckets
 
@@ -79,14 +79,14 @@ class Tracker:
 
 
 class Deaf:
-    """An observer that does nothing with what it is told: what remains is the recorder."""
+    """An observer that ignores its records: only the recorder's cost remains."""
 
     def write(self, event: Record, /) -> None:
         """Take one record."""
 
 
 def tensorboard(folder: Path, clock: Clock) -> Observer | None:
-    """None where TensorBoard is not installed."""
+    """Return an observer, or None where TensorBoard is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -107,7 +107,7 @@ OBSERVERS: dict[str, Callable[[Path, Clock], Observer | None]] = {
 
 
 def cluster(num_ranks: int, num_buckets: int) -> Cluster:
-    """Ranks whose speeds go from 1 down to 1/4."""
+    """Return ranks whose speeds go from 1 down to 1/4."""
     slower = np.linspace(1.0, 4.0, num_ranks)
     return Cluster(
         forward=Curve(fixed_s=[0.004] * num_ranks, per_sample_s=2e-4 * slower),
@@ -118,7 +118,7 @@ def cluster(num_ranks: int, num_buckets: int) -> Cluster:
 
 
 class Told:
-    """What a planner learned from and what it made of it: (window, decision) again and again."""
+    """Pairs of a window and the decision that a planner made from it, again and again."""
 
     def __init__(self, num_ranks: int, num_buckets: int) -> None:
         rng, truth = np.random.default_rng(0), cluster(num_ranks, num_buckets)
@@ -134,7 +134,7 @@ class Told:
         assert training.decision.choice is not None, "the records are as large as they get"
 
     def seconds(self, observers: list[Any], clock: Clock) -> np.ndarray:
-        """What each window and its plan cost, in a run told to these observers."""
+        """Return the seconds that each window and its plan cost, in a run with these observers."""
         recorder = Recorder(observers, None, active=True)
         ranks = [RankInfo(host="host", device="device")] * self.job.num_ranks
         recorder.begin(self.job, "cannikin", torch.nn.Linear(1, 1), ranks)
@@ -191,7 +191,7 @@ def _work(rank: int, world_size: int, folder: str) -> None:
 
 
 def _steps(keywords: dict[str, Any]) -> Iterator[None]:
-    """Endless training of a network of half a million parameters."""
+    """Train a network of half a million parameters without end."""
     net = network(512)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     model = HeteroDataParallel(net, optimizer, policy="even", **keywords)
@@ -206,7 +206,7 @@ def _steps(keywords: dict[str, Any]) -> Iterator[None]:
 
 
 def interleaved() -> str:
-    """What the run log and a live view add to a real step, as a sentence."""
+    """Say in a sentence what the run log and a live view add to a real step."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_work, (2, folder), nprocs=2)
         seconds = np.load(f"{folder}/seconds.npy")
@@ -214,8 +214,8 @@ def interleaved() -> str:
     inner = np.sort(apart)[len(apart) // 50 : -(len(apart) // 50)]
     low, high = np.quantile(apart, [0.25, 0.75])
     return (
-        f"real training, {len(seconds)} interleaved pairs: {base * 1e3:.2f} ms a step without observers; a run log and "
-        f"a live view add {np.median(apart) * 1e6:+.0f} us at the median, {inner.mean() * 1e6:+.0f} us on average "
+        f"real training, {len(seconds)} interleaved pairs: {base * 1e3:.2f} ms per step without observers; a run log "
+        f"and a live view add {np.median(apart) * 1e6:+.0f} us at the median, {inner.mean() * 1e6:+.0f} us on average "
         f"(without the outermost 2%; quartiles {low * 1e6:+.0f} and {high * 1e6:+.0f} us)"
     )
 

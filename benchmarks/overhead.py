@@ -22,7 +22,7 @@ LAUNCHES = 8  # paired differences have a spread of 5 ms: their median over all 
 ROUNDS = 240  # in each
 WARM_UP = 60
 KINDS = ("raw DDP", "second raw DDP", "torch's hook", "cannikin")
-SHAPES = ((256, 2400), (512, 640), (1024, 120))  # width and local batch: about 50 ms a step each
+SHAPES = ((256, 2400), (512, 640), (1024, 120))  # width and local batch: about 50 ms per step each
 
 
 class _Batches:
@@ -33,7 +33,7 @@ class _Batches:
 
 
 def network(width: int):  # type: ignore[no-untyped-def]
-    """Five linear layers, the same weights on every call."""
+    """Return five linear layers, with the same weights on every call."""
     import torch
 
     torch.manual_seed(0)
@@ -87,7 +87,7 @@ def _work(rank: int, world_size: int, store: str, width: int, local_batch: int, 
 
 
 def measure(width: int, local_batch: int, launch: int) -> np.ndarray:
-    """Seconds of every step, [rounds, kind], on rank 0."""
+    """Return the seconds of every step, [rounds, kind], on rank 0."""
     import torch.multiprocessing as mp
 
     with tempfile.TemporaryDirectory() as folder:
@@ -118,7 +118,7 @@ def main() -> None:
 
 
 def _paired(seconds: np.ndarray) -> tuple[float, ...]:
-    """Median seconds of raw DDP, and the medians of the others' differences from it within a round, over that."""
+    """Return raw DDP's median seconds, and the medians of the others' differences within a round as shares of it."""
     base = float(np.median(seconds[:, 0]))
     return base, *(float(np.median(seconds[:, k] - seconds[:, 0])) / base for k in range(1, len(KINDS)))
 

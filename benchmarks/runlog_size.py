@@ -51,7 +51,7 @@ WANTED = "wanted for a whole report: at most 10 s and 500 MB"
 
 
 def cluster() -> Cluster:
-    """Three ranks of speed 1, 1/2 and 1/4, and buckets that are ready at equal distances."""
+    """Return three ranks of speed 1, 1/2 and 1/4, and buckets that are ready at equal distances."""
     slower = np.array([1.0, 2.0, 4.0])
     return Cluster(
         forward=Curve(fixed_s=[0.004] * 3, per_sample_s=2e-4 * slower),
@@ -62,7 +62,7 @@ def cluster() -> Cluster:
 
 
 def kinds() -> list[tuple[WindowRecord, PlanRecord]]:
-    """Some windows and the plans after them."""
+    """Return some windows and the plans after them."""
     rng, grid, pairs = np.random.default_rng(0), total_grid(64, 4096), []
     truth = cluster()
     for _ in range(NUM_KINDS):
@@ -71,8 +71,8 @@ def kinds() -> list[tuple[WindowRecord, PlanRecord]]:
         window = measure(truth, [batches] * WINDOW_STEPS, rng, sqnorms=(1.0, 400.0))
         noise = NoiseRecord(**{name: rng.uniform(1, 100) for name in ("signal_sqnorm", "noise_trace", "low", "high")})
         noise = msgspec.structs.replace(noise, noise_scale=noise.noise_trace / noise.signal_sqnorm)
-        worth = efficiency(grid, initial_batch=64, noise_trace=rng.uniform(100, 1000), signal_sqnorm=1.0)
-        choice = choose_total(grid, 0.02 + 1e-4 * grid, worth, 64)
+        shares = efficiency(grid, initial_batch=64, noise_trace=rng.uniform(100, 1000), signal_sqnorm=1.0)
+        choice = choose_total(grid, 0.02 + 1e-4 * grid, shares, 64)
         record = window_record(
             window,
             loader_s=window.before_s / 50,
@@ -93,7 +93,7 @@ def _reason(batches: tuple[int, ...]) -> str:
 
 
 def write_run(path: Path, num_steps: int) -> None:
-    """The log of a run of this many steps that ended as it should."""
+    """Write the log of a run of this many steps that ended as it should."""
     pairs = kinds()
     job = JobInfo(batch_size=64, max_batch_size=4096, min_local=(1, 1, 1), max_local=(None,) * 3, num_samples=320_000)
     with RunLogWriter(path) as log:
@@ -158,8 +158,8 @@ def main(num_steps: int = STEPS) -> None:
         print(f"{'reading':20} {'seconds':>8} {'peak MB':>8}   {WANTED}")
         for reading in READINGS:
             command = [sys.executable, "-m", "benchmarks.runlog_size", "--read", str(path), reading]
-            said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-            seconds, peak_mb, before_mb = map(float, said.split())
+            output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            seconds, peak_mb, before_mb = map(float, output.split())
             print(f"{reading:20} {seconds:8.1f} {peak_mb:8.0f}   of them {before_mb:.0f} before", flush=True)
 
 

@@ -16,7 +16,7 @@ from cannikin.core.values import Job, Plan, StepWindow
 
 
 def random_cluster(rng: np.random.Generator, *, hard: bool = False, max_ranks: int = 16) -> tuple[Cluster, int]:
-    """A cluster over an 8x range of speeds, and a total batch for it.
+    """Draw a cluster over an 8x range of speeds, and a total batch for it.
 
     Shares of the total in proportion to speed give every rank the same variable time. Measured at those shares, fixed
     costs are up to 3 times the variable ones, the floors of 30% of the ranks (on forward and on backward) lie between
@@ -54,7 +54,7 @@ def _draw(rng: np.random.Generator, max_ranks: int) -> tuple[Cluster, int]:
 
 
 def slowed(cluster: Cluster, rank: int, factor: float) -> Cluster:
-    """The same cluster with every time of one rank multiplied."""
+    """Return the same cluster with every time of one rank multiplied."""
     times = np.ones(cluster.num_ranks)
     times[rank] = factor
     curves = [
@@ -74,7 +74,7 @@ def measure(
     first_step: int = 0,
     sqnorms: tuple[float, float] | None = None,
 ) -> StepWindow:
-    """One window of steps with these local batches, [S, n]: every time has lognormal noise and, now and then, is 3
+    """Draw one window of steps with these local batches, [S, n]: times have lognormal noise and now and then are 3
     times as long.
 
     With `sqnorms` = (|G|^2, tr Sigma) the squared norms are their expectations; otherwise they are NaN.
@@ -141,7 +141,7 @@ class Training:
         return [change for decision in self.decisions for change in decision.changes]
 
     def run(self, cluster: Cluster, num_steps: int, **noise: Any) -> Plan:
-        """Train for whole windows, `num_steps` or a little more; the plan made last."""
+        """Train for whole windows, `num_steps` or a little more, and return the plan made last."""
         end = self.step + num_steps
         while self.step < end:
             batches = self.schedule.local_batches(self.step, self.schedule.window_steps(self.step))
@@ -149,7 +149,7 @@ class Training:
         return self.plans[-1]
 
     def show(self, window: StepWindow) -> Decision:
-        """Show the planner this window, whatever was planned; what it decides."""
+        """Show the planner this window, whatever was planned, and return its decision."""
         self.step = window.first_step + window.num_steps
         decision = self.schedule.decide(self.planner, window, self.step + self.delay)
         self.schedule.install(decision, self.step)

@@ -25,7 +25,7 @@ CURVES = {
 
 
 def print_curve(traces: Path, model: str) -> None:
-    """The lines of one model."""
+    """Print the lines of one model."""
     initial, target, epochs = CURVES[model]
     with Path(traces, "convergence", model, f"validation-{initial}.csv").open() as file:
         table = np.array([[float(value) for value in row.values()] for row in csv.DictReader(file)])
@@ -44,7 +44,7 @@ def print_curve(traces: Path, model: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Print all, if told where the traces are."""
+    """Print all, if the arguments name the folder of traces."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if len(arguments) != 1 or not Path(arguments[0], "convergence").is_dir():
         print("trace_curves needs the folder of the traces: python -m benchmarks.trace_curves TRACES", file=sys.stderr)

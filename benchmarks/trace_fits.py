@@ -25,7 +25,7 @@ SHARPNESS = (1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 
 
 def one_gpu(traces: Path, model: str, host: str) -> tuple[np.ndarray, np.ndarray]:
-    """Local batches and compute seconds on one GPU, by batch."""
+    """Return local batches and compute seconds on one GPU, by batch."""
     path = traces / "step-times" / model / f"placements-{host}.csv"
     with path.open() as file:
         rows = [row for row in csv.DictReader(file) if row["placement"] == "1"]
@@ -35,13 +35,13 @@ def one_gpu(traces: Path, model: str, host: str) -> tuple[np.ndarray, np.ndarray
 
 
 def smooth(parameters: np.ndarray, batches: np.ndarray, sharpness: float) -> np.ndarray:
-    """t(b), from the logarithms of launch, fixed and per-sample time."""
+    """Return t(b), from the logarithms of launch, fixed and per-sample time."""
     launch, fixed, per_sample = np.exp(parameters)
     return (launch**sharpness + (fixed + per_sample * batches) ** sharpness) ** (1 / sharpness)
 
 
 def fit_smooth(batches: np.ndarray, seconds: np.ndarray) -> tuple[np.ndarray, float]:
-    """The curve of least relative error; its parameters (logarithms) and sharpness."""
+    """Fit the curve of least relative error; return its parameters (logarithms) and sharpness."""
     slope = max(np.polyfit(batches, seconds, 1)[0], 1e-9)
     best, best_cost, best_sharpness = np.zeros(3), np.inf, SHARPNESS[0]
     for sharpness in SHARPNESS:
@@ -56,7 +56,7 @@ def fit_smooth(batches: np.ndarray, seconds: np.ndarray) -> tuple[np.ndarray, fl
 
 
 def predictions(batches: np.ndarray, seconds: np.ndarray, wanted: np.ndarray) -> dict[str, np.ndarray]:
-    """What each kind of curve, fitted to these points, says of other batches."""
+    """Return what each kind of curve, fitted to these points, predicts for other batches."""
     line, *_ = np.linalg.lstsq(np.stack([np.ones_like(batches), batches], 1) / seconds[:, None], np.ones(len(batches)))
     floored = fit_curves(batches[None], seconds[None], np.full((1, len(batches)), 20.0), 0.03).curve
     parameters, sharpness = fit_smooth(batches, seconds)
@@ -68,14 +68,14 @@ def predictions(batches: np.ndarray, seconds: np.ndarray, wanted: np.ndarray) ->
 
 
 def held_out(batches: np.ndarray, seconds: np.ndarray) -> dict[str, np.ndarray]:
-    """Relative errors on every second batch, by kind of curve, fitted to the others."""
+    """Return relative errors on every second batch, by kind of curve, fitted to the others."""
     kept = np.arange(len(batches)) % 2 == 0
-    told = predictions(batches[kept], seconds[kept], batches[~kept])
-    return {name: np.abs(values / seconds[~kept] - 1) for name, values in told.items()}
+    predicted = predictions(batches[kept], seconds[kept], batches[~kept])
+    return {name: np.abs(values / seconds[~kept] - 1) for name, values in predicted.items()}
 
 
 def print_data(traces: Path) -> None:
-    """The lines of devices.toml."""
+    """Print the lines of devices.toml."""
     for device, host in HOSTS.items():
         print(f"[{device}]")
         for model in MODELS:
@@ -91,7 +91,7 @@ def print_data(traces: Path) -> None:
 
 
 def print_held_out(traces: Path) -> None:
-    """The check, model by model and device by device."""
+    """Print the check, model by model and device by device."""
     print(f"\n{'':26}" + "".join(f"{name:>22}" for name in ("line", "floor and line", "smooth curve")))
     pooled: dict[str, list[np.ndarray]] = {}
     for model in MODELS:
@@ -106,7 +106,7 @@ def print_held_out(traces: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Print both, if told where the traces are."""
+    """Print both, if the arguments name the folder of traces."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if len(arguments) != 1 or not Path(arguments[0], "step-times").is_dir():
         print("trace_fits needs the folder of the traces: python -m benchmarks.trace_fits TRACES", file=sys.stderr)

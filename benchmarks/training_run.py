@@ -101,7 +101,7 @@ class _Turns:
         self.profiler = cProfile.Profile()
 
     def wait(self) -> bool:
-        """Until told to go on; False at the end."""
+        """Wait for the command to go on; return False at the end."""
         self.profiler.disable()
         while True:
             print("ready", flush=True)

@@ -35,7 +35,7 @@ class Cell:
 
 
 def all_cells(sections: tuple[str, ...], seeds: tuple[int, ...]) -> list[Cell]:
-    """Every cell of these sections, the longest first.
+    """Return every cell of these sections, the longest first.
 
     >>> len(all_cells(("gamma",), (0,)))
     2
@@ -109,7 +109,7 @@ _CELLS: dict[str, Callable[[int], Iterator[Cell]]] = {
 def run_cells(
     cells: list[Cell], *, num_processes: int = 1, on_done: Callable[[Cell], None] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Results by section and key ("a/b/c"), in the order of keys: the same whatever ran first."""
+    """Return results by section and key ("a/b/c"), in the order of keys, whatever ran first."""
     results: dict[tuple[str, str], Any] = {}
     if num_processes == 1:
         for cell in cells:

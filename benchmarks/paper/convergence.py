@@ -18,7 +18,7 @@ _MOST_POINTS = 200  # of a curve that are kept
 
 
 def train(cluster: str, workload: str, policy: str, seed: int, bandwidth_gbit: float | None = None) -> dict[str, Any]:
-    """One training to its target: how long it took, and how it went.
+    """Train to the target, and return how long it took and how it went.
 
     Args:
         cluster, workload, policy: by name.

@@ -14,7 +14,7 @@ _STEPS = 1000
 
 
 def best_split(machine: Machine, job: Job, total_batch: int) -> IntArray:
-    """Local batches with the least step time without noise, whole and within the bounds.
+    """Return the local batches with the least step time without noise, whole and within the bounds.
 
     A rank's time grows with its batch, so of all the times that single ranks' batches take, the optimum takes the
     smallest ones, as many as there are samples: no model and no solver is needed, only every time there is.
@@ -36,6 +36,6 @@ def best_split(machine: Machine, job: Job, total_batch: int) -> IntArray:
 
 
 def settled_step_s(machine: Machine, local_batches: IntArray, seed: int) -> float:
-    """Median duration of many noisy steps with this split."""
+    """Return the median duration of many noisy steps with this split."""
     times = machine.measure(np.tile(local_batches, (_STEPS, 1)), 0, np.random.default_rng(seed))
     return float(np.median(times.step_s))

@@ -26,7 +26,7 @@ _GAMMA_STEPS = 200
 
 
 def prediction_errors(cluster: str, workload: str, seed: int, num_points: int = 6) -> list[dict[str, Any]]:
-    """Predicted step time of each method's plan after 800 steps over that of the best split, less 1.
+    """Return the predicted step time of each method's plan after 800 steps over the best split's, minus 1.
 
     The best split is the ground truth's own, its time the median of 1,000 noisy steps.
     """
@@ -53,7 +53,7 @@ def _planner(method: str, job: Job) -> Planner:
 
 
 def gamma_spread(cluster: str, workload: str, seed: int) -> list[dict[str, Any]]:
-    """Mean and standard deviation of the measured overlap ratio of the first bucket, by device and local batch."""
+    """Return mean and deviation of the first bucket's measured overlap ratio, by device and local batch."""
     machine = find_machine(cluster, workload)
     first = {name: machine.names.index(name) for name in machine.names}
     rng = np.random.default_rng(seed)

@@ -72,7 +72,7 @@ def _start(cells: dict[str, Any]) -> Page:
         f"{published.LB_BSP_EPOCHS} epochs.",
     ]
     series = {p: [(k + 1.0, t * 1e3) for k, t in enumerate(run["step_s"])] for p, run in runs.items()}
-    return "\n".join(text), {"start.svg": drawing.lines("ImageNet, cluster A, B = 128", "epoch", "ms a step", series)}
+    return "\n".join(text), {"start.svg": drawing.lines("ImageNet, cluster A, B = 128", "epoch", "ms per step", series)}
 
 
 def _steps(cells: dict[str, Any]) -> Page:
@@ -175,7 +175,7 @@ def _cluster_c(cells: dict[str, Any]) -> Page:
 
 
 def _links(cells: dict[str, Any]) -> Page:
-    """Other bandwidths than the 10 Gbit/s assumed."""
+    """Return the section on other bandwidths than the assumed 10 Gbit/s."""
     rows = []
     for gbit in sorted({name.split("/")[0] for name in cells}, key=float):
         for workload in ("cifar10", "bert", "deepspeech2"):
@@ -201,7 +201,7 @@ def _links(cells: dict[str, Any]) -> Page:
 
 
 def _overhead(measured: Results) -> str:
-    """CPU time that the planner really took, against simulated training time."""
+    """Return the section on the planner's real CPU time, against simulated training time."""
     cells = measured.get("convergence", {})
     rows = []
     for workload in [w for w in workload_names() if _of_seeds(cells, w, "cannikin")]:
@@ -220,7 +220,7 @@ def _overhead(measured: Results) -> str:
         "paper's method, worst epoch",
         "paper's method, run",
     ]
-    headers += ["cannikin, ms a window", "Paper: worst epoch", "Paper: run"]
+    headers += ["cannikin, ms per window", "Paper: worst epoch", "Paper: run"]
     text = "Measured: CPU time in the planner over simulated training time, 16 ranks; it runs beside the training."
     return "\n".join(["## Overhead, cluster B", "", text, "", _table(headers, rows)])
 
@@ -265,7 +265,7 @@ def _overall(cells: dict[str, Any], name: str, heading: str) -> Page:
 
 
 def _curves(cells: dict[str, Any]) -> str:
-    """When each policy reached which accuracy."""
+    """Plot when each policy reached which accuracy."""
     text = ["### Convergence curves", "", "Minutes until the metric is first reached (`curve-*.svg`)."]
     for workload, levels in (("cifar10", (0.8, 0.9, 0.92, 0.94)), ("imagenet", (0.4, 0.6, 0.7, 0.74))):
         rows = []
@@ -279,7 +279,7 @@ def _curves(cells: dict[str, Any]) -> str:
 
 
 def _batches(cells: dict[str, Any], plots: dict[str, str]) -> Iterator[str]:
-    """Total batch and accuracy by epoch of CIFAR-10."""
+    """Plot total batch and accuracy by epoch of CIFAR-10."""
     runs = {
         p: _of_seeds(cells, "cifar10", p)[0] for p in ("adaptdl", "paper", "cannikin") if _of_seeds(cells, "cifar10", p)
     }

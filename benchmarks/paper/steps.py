@@ -27,7 +27,7 @@ _PAPER_EPOCH = 50  # steps of an epoch for the policies that plan once an epoch
 
 
 def from_even_start(cluster: str, workload: str, total_batch: int, policy: str, seed: int) -> dict[str, Any]:
-    """Mean step time of each epoch, from an even split at a fixed total batch; epochs of 1,000 steps."""
+    """Return the mean step time of each epoch of 1,000 steps, from an even split at a fixed total batch."""
     machine, job = _fixed(cluster, workload, total_batch, _EPOCH_STEPS)
     planner, pace = named_planner(policy, job)
     run = Simulation(machine, planner, job, seed=seed, pace=pace).run(max_epochs=_NUM_EPOCHS)
@@ -49,7 +49,7 @@ def from_even_start(cluster: str, workload: str, total_batch: int, policy: str, 
 def by_total_batch(
     cluster: str, workload: str, seed: int, num_points: int = 7, lb_bsp_steps: int = _LB_BSP_STEPS
 ) -> list[dict[str, Any]]:
-    """Step times without noise of every policy's split, settled at each total batch, and right after a change to it.
+    """Return noiseless step times of every policy's split, settled at each total batch and right after a change to it.
 
     After a change: the total grew by a tenth of the range. LB-BSP keeps its shares of the batch; the controller splits
     the new total by the model it has learned at the old one.
@@ -85,7 +85,7 @@ def _at_total(machine: Machine, whole: Job, total: int, change: int, seed: int, 
 
 
 def _settle(machine: Machine, job: Job, policy: str, seed: int, steps: int) -> tuple[IntArray, Any]:
-    """The split that a policy arrives at, and its planner."""
+    """Return the split that a policy arrives at, and its planner."""
     planner, pace = named_planner(policy, job)
     run = Simulation(machine, planner, job, seed=seed, pace=pace).run(max_steps=steps)
     return np.array(run.plan.local_batches), planner
