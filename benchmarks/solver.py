@@ -51,7 +51,7 @@ Row = tuple[str, str, str, str]
 
 
 def against_algorithm1(rng: np.random.Generator) -> Iterator[Row]:
-    """Both solvers, turn by turn, on instances that Algorithm 1 solves."""
+    """Time both solvers, turn by turn, on instances that Algorithm 1 solves."""
     ratio_target = {128: 1.0, 256: 10.0, 512: 50.0}
     for num_ranks in SIZES:
         progress(f"n = {num_ranks}: against Algorithm 1")
@@ -74,7 +74,7 @@ def against_algorithm1(rng: np.random.Generator) -> Iterator[Row]:
 
 
 def growth(rng: np.random.Generator) -> Iterator[Row]:
-    """The exact split alone, up to 100,000 ranks."""
+    """Time the exact split alone, up to 100,000 ranks."""
     progress(f"n = {GROWTH_SIZES[0]:,} to {GROWTH_SIZES[-1]:,}: growth")
     instances = {num_ranks: typical(rng, num_ranks) for num_ranks in GROWTH_SIZES}
     times_s: dict[int, list[float]] = {num_ranks: [] for num_ranks in GROWTH_SIZES}
@@ -93,7 +93,7 @@ def growth(rng: np.random.Generator) -> Iterator[Row]:
 
 
 def choice_of_total(rng: np.random.Generator) -> Iterator[Row]:
-    """What one choice of the total batch costs: 50 optima in reals and one whole split."""
+    """Time one choice of the total batch: 50 optima in reals and one whole split."""
     progress(f"{NUM_TOTALS} totals for 16 ranks")
     cluster, total = typical(rng, 16)
     grid = np.geomspace(total / 4, total * 16, NUM_TOTALS)
@@ -107,7 +107,7 @@ def choice_of_total(rng: np.random.Generator) -> Iterator[Row]:
 
 
 def failures(rng: np.random.Generator) -> Iterator[Row]:
-    """How often Algorithm 1 is not valid on mixed instances with independent coefficients, and why."""
+    """Count how often Algorithm 1 is not valid on mixed instances with independent coefficients, and why."""
     for num_ranks in (3, 16):
         progress(f"n = {num_ranks}: failures of Algorithm 1")
         counts = Counter(algorithm1(*random_mixed(rng, num_ranks)).failure for _ in range(1_000))
@@ -118,7 +118,7 @@ def failures(rng: np.random.Generator) -> Iterator[Row]:
 
 
 def typical(rng: np.random.Generator, num_ranks: int) -> tuple[Cluster, int]:
-    """A cluster on which the order by fixed time is right, and a total batch with ranks of both bottlenecks."""
+    """Draw a cluster on which the order by fixed time is right, and a total batch with ranks of both bottlenecks."""
     gamma, ratio, fixed_backward_s = 0.2, 0.5, 0.004
     per_sample_s = 1e-4 * 8.0 ** rng.random(num_ranks)
     fixed_s = rng.uniform(0.010, 0.014, num_ranks)
@@ -136,16 +136,16 @@ def typical(rng: np.random.Generator, num_ranks: int) -> tuple[Cluster, int]:
 
 
 def searchable(rng: np.random.Generator, num_ranks: int) -> tuple[Cluster, int]:
-    """A `typical` instance that Algorithm 1 solves, and not by its two checks alone."""
+    """Draw a `typical` instance that Algorithm 1 solves, and not by its two checks alone."""
     while True:
         cluster, total = typical(rng, num_ranks)
         result = algorithm1(cluster, total)
-        if result.valid and result.num_solves > 2:
+        if not result.failure and result.num_solves > 2:
             return cluster, total
 
 
 def random_mixed(rng: np.random.Generator, num_ranks: int) -> tuple[Cluster, int]:
-    """An instance with every coefficient drawn by itself that neither check of Algorithm 1 settles."""
+    """Draw an instance with independent coefficients that neither check of Algorithm 1 settles."""
     while True:
         q, s, k, m = rng.uniform(0, 1, (4, num_ranks)) * np.array([[1.0], [10.0], [2.0], [5.0]])
         cluster = Cluster.two_point(
@@ -164,7 +164,7 @@ Work = Callable[[], object]
 
 
 def interleaved(ours: Sequence[Work], theirs: Sequence[Work], *, rounds: int) -> tuple[list[float], list[float]]:
-    """Seconds of every call of both, `TURN` calls of each in turn."""
+    """Return the seconds of every call of both, `TURN` calls of each in turn."""
     ours_s: list[float] = []
     theirs_s: list[float] = []
     for _ in range(rounds):
@@ -175,7 +175,7 @@ def interleaved(ours: Sequence[Work], theirs: Sequence[Work], *, rounds: int) ->
 
 
 def timed(work: Work, *, rounds: int) -> list[float]:
-    """Seconds of every call."""
+    """Return the seconds of every call."""
     times = []
     for _ in range(rounds):
         begin = time.thread_time()
@@ -185,30 +185,30 @@ def timed(work: Work, *, rounds: int) -> list[float]:
 
 
 def row(what: str, times_s: Sequence[float], limit_ms: float | None) -> Row:
-    """A measured time beside the most it may be."""
+    """Return a measured time beside the most that it may be."""
     if limit_ms is None:
         return (what, spread(times_s), "", "")
     return (what, spread(times_s), f"< {limit_ms:g} ms", mark(float(np.median(times_s)) * 1e3 < limit_ms))
 
 
 def spread(times_s: Sequence[float]) -> str:
-    """Median, and 10th and 90th percentile."""
+    """Return the median, and the 10th and 90th percentile."""
     low, middle, high = np.quantile(times_s, (0.1, 0.5, 0.9)) * 1e3
     return f"{middle:.3g} ms ({low:.3g} to {high:.3g})"
 
 
 def mark(met: bool) -> str:
-    """One word for the last column."""
+    """Return one word for the last column."""
     return "yes" if met else "NO"
 
 
 def progress(text: str) -> None:
-    """A line for whoever waits."""
+    """Print a line for whoever waits."""
     print(text, file=sys.stderr, flush=True)
 
 
 def print_table(header: Row, rows: Sequence[Row]) -> None:
-    """Columns as wide as they need to be."""
+    """Print a table with columns as wide as they need to be."""
     widths = [max(len(line[column]) for line in (header, *rows)) for column in range(len(header))]
     for line in (header, tuple("-" * width for width in widths), *rows):
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())

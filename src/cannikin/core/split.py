@@ -26,9 +26,6 @@ from cannikin.errors import InvalidInputError
 # must not depend on the order in which the ranks were summed.
 _TIE = 1e-12
 
-_LABELS = np.array(["compute", "communication", "floor", "loading", "min_batch", "max_batch"], dtype=object)
-_COMPUTE, _COMMUNICATION, _FLOOR, _LOADING, _MIN_BATCH, _MAX_BATCH = range(6)
-
 
 class SplitSolver:
     """Everything about a cluster that does not depend on the total batch, computed once for many total batches."""
@@ -236,15 +233,15 @@ class SplitSolver:
         cluster = self.cluster
         times = cluster.bucket_times(batches)
         last_bucket = times[:, -1] >= times.max(axis=1)
-        kinds = np.where(last_bucket, _COMPUTE, _COMMUNICATION)
+        kinds = np.where(last_bucket, "compute", "communication")
         if cluster.backward.floor_s.any():
             sloped_s = cluster.backward.fixed_s + cluster.backward.per_sample_s * batches
-            kinds[last_bucket & (cluster.backward.floor_s > sloped_s)] = _FLOOR
+            kinds[last_bucket & (cluster.backward.floor_s > sloped_s)] = "floor"
         if cluster.loads:
-            kinds[cluster.load.at(batches) > times.max(axis=1)] = _LOADING
-        kinds[(batches == cluster.max_batch) & (self.finish_s(batches + 1) <= finish_s.max())] = _MAX_BATCH
-        kinds[(batches == cluster.min_batch) & (finish_s > reached_s * (1 + _TIE))] = _MIN_BATCH
-        return tuple(_LABELS[kinds].tolist())
+            kinds[cluster.load.at(batches) > times.max(axis=1)] = "loading"
+        kinds[(batches == cluster.max_batch) & (self.finish_s(batches + 1) <= finish_s.max())] = "max_batch"
+        kinds[(batches == cluster.min_batch) & (finish_s > reached_s * (1 + _TIE))] = "min_batch"
+        return tuple(kinds.tolist())
 
     def _infeasible(self, total_batch: int) -> str:
         """Say why the bounds cannot hold the total."""

@@ -82,14 +82,12 @@ def noise_scale(
         >>> estimate.noise_scale
         12.8
     """
-    batches, sqnorms = checked_groups(local_batches, local_sqnorms)
-    total_sqnorm = float(global_sqnorm)
-    if not all_finite(sqnorms, total_sqnorm):
+    batches, sqnorms, total_sqnorm = checked_groups(local_batches, local_sqnorms, global_sqnorm)
+    if not (total_sqnorm < math.inf and sqnorms.max() < math.inf):
         raise InvalidInputError(
             f"local_sqnorms={sqnorms.tolist()}, global_sqnorm={total_sqnorm}: norms must be finite; leave out steps "
             "whose gradient overflowed"
         )
-    check_not_negative(sqnorms, total_sqnorm)
     signal_weights, noise_weights = _weights(batches, estimator, tail)
     total = batches.sum()
     rest = total - batches
@@ -98,8 +96,10 @@ def noise_scale(
     return NoiseEstimate(signal_sqnorm=float(signal_weights @ signals), noise_trace=float(noise_weights @ noises))
 
 
-def checked_groups(local_batches: npt.ArrayLike, local_sqnorms: npt.ArrayLike) -> tuple[FloatArray, FloatArray]:
-    """Return both as vectors of one length n >= 2, every batch finite and at least 1; norms may have any value."""
+def checked_groups(
+    local_batches: npt.ArrayLike, local_sqnorms: npt.ArrayLike, global_sqnorm: float
+) -> tuple[FloatArray, FloatArray, float]:
+    """Return all three as floats, of one length n >= 2, if no batch is below 1 and no norm negative."""
     batches, sqnorms = np.asarray(local_batches, dtype=np.float64), np.asarray(local_sqnorms, dtype=np.float64)
     if batches.ndim != 1 or batches.shape != sqnorms.shape:
         raise InvalidInputError(
@@ -114,20 +114,11 @@ def checked_groups(local_batches: npt.ArrayLike, local_sqnorms: npt.ArrayLike) -
         raise InvalidInputError(
             f"local_batches={batches.tolist()}: each group needs at least 1 sample; leave out groups without any"
         )
-    return batches, sqnorms
-
-
-def all_finite(sqnorms: FloatArray, total_sqnorm: float, limit: float = math.inf) -> bool:
-    """Return whether no squared norm is NaN, infinite or as large as `limit`."""
-    return total_sqnorm < limit and bool(sqnorms.max() < limit)
-
-
-def check_not_negative(sqnorms: FloatArray, total_sqnorm: float) -> None:
-    """Raise where a squared norm is negative."""
-    if total_sqnorm < 0 or (sqnorms < 0).any():
+    if global_sqnorm < 0 or (sqnorms < 0).any():
         raise InvalidInputError(
-            f"local_sqnorms={sqnorms.tolist()}, global_sqnorm={total_sqnorm}: squared norms cannot be negative"
+            f"local_sqnorms={sqnorms.tolist()}, global_sqnorm={global_sqnorm}: squared norms cannot be negative"
         )
+    return batches, sqnorms, float(global_sqnorm)
 
 
 def pooled_ends(batches: FloatArray, sqnorms: FloatArray, total_sqnorm: float) -> tuple[float, float, float]:

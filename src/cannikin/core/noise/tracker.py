@@ -15,15 +15,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from cannikin.core.noise.estimate import (
-    ControlVariate,
-    NoiseEstimate,
-    all_finite,
-    check_not_negative,
-    checked_groups,
-    fieller_limits,
-    pooled_ends,
-)
+from cannikin.core.noise.estimate import ControlVariate, NoiseEstimate, checked_groups, fieller_limits, pooled_ends
 from cannikin.core.planner import Noise
 from cannikin.core.values import FloatArray, StepWindow
 from cannikin.errors import InvalidInputError, StateError
@@ -128,11 +120,10 @@ class NoiseTracker:
         >>> NoiseTracker(initial_batch=32, batch_norm=True).update([8, 24], [3.25, 2.5], 1.75).noise_trace
         44.0
         """
-        batches, sqnorms = checked_groups(local_batches, local_sqnorms)
-        if not all_finite(sqnorms, total_sqnorm := float(global_sqnorm), SQNORM_LIMIT):
+        batches, sqnorms, total_sqnorm = checked_groups(local_batches, local_sqnorms, global_sqnorm)
+        if not (total_sqnorm < SQNORM_LIMIT and sqnorms.max() < SQNORM_LIMIT):
             self._steps.num_skipped += 1
             return None
-        check_not_negative(sqnorms, total_sqnorm)
         if self._steps.paired:
             # Averages from comparing consecutive steps are biased, and must not outlive that mode.
             self._averages, self._steps.paired, self._steps.previous_batch = _Averages(), False, 0.0
@@ -218,7 +209,7 @@ class NoiseTracker:
         >>> NoiseTracker(initial_batch=64).blend([4, 60])
         0.5
         """
-        batches, _ = checked_groups(local_batches, local_batches)
+        batches, *_ = checked_groups(local_batches, local_batches, 0.0)
         return self._blend(float(batches @ batches / batches.sum()))
 
     @property

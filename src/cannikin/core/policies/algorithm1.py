@@ -49,9 +49,9 @@ class Algorithm1Result:
         predicted_s: OptPerf as the algorithm states it, T' + T_u.
         step_s: what the model says these batches take; more than `predicted_s` where an overlap state is wrong.
         num_solves: linear systems of n + 1 unknowns solved.
-        failure: "" where the result is valid; else "inexpressible" (the cluster has floors or buckets beyond the
-            paper's model), "singular", "overlap" (both checks agreed on a rank's state, which the result contradicts),
-            "search" (no boundary in this order suits the outliers), "negative_batch" or "bounds".
+        failure: "" where this is the optimum in reals; else "inexpressible" (the cluster has floors or buckets beyond
+            the paper's model), "singular", "overlap" (both checks agreed on a rank's state, which the result
+            contradicts), "search" (no boundary in this order suits the outliers), "negative_batch" or "bounds".
         reason: one sentence for people.
     """
 
@@ -60,20 +60,6 @@ class Algorithm1Result:
     step_s: float
     num_solves: int
     failure: Failure
-    reason: str
-
-    @property
-    def valid(self) -> bool:
-        """Whether this is the optimum in reals."""
-        return not self.failure
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoundedBatches:
-    """Local batches rounded one by one; `surplus` is their sum less the total batch, and `reason` says so."""
-
-    local_batches: tuple[int, ...]
-    surplus: int
     reason: str
 
 
@@ -127,21 +113,16 @@ def algorithm1(
     )
 
 
-def round_batches(local_batches: npt.ArrayLike, total_batch: int) -> RoundedBatches:
+def round_batches(local_batches: npt.ArrayLike, total_batch: int) -> tuple[tuple[int, ...], str]:
     """Round each local batch to the nearest whole number (paper, section 4.5), and say what that does to the sum.
 
     Example:
         >>> round_batches([2.5, 1.25, 1.25], 5)  # a half goes to the even number
-        RoundedBatches(local_batches=(2, 1, 1), surplus=-1, reason='rounded batches sum to 4, not 5')
+        ((2, 1, 1), 'rounded batches sum to 4, not 5')
     """
-    whole = np.rint(np.asarray(local_batches, dtype=np.float64)).astype(np.int64)
-    surplus = int(whole.sum()) - total_batch
-    verdict = f"not {total_batch}" if surplus else "as asked"
-    return RoundedBatches(
-        local_batches=tuple(whole.tolist()),
-        surplus=surplus,
-        reason=f"rounded batches sum to {total_batch + surplus}, {verdict}",
-    )
+    whole = tuple(np.rint(np.asarray(local_batches, dtype=np.float64)).astype(np.int64).tolist())
+    verdict = "as asked" if sum(whole) == total_batch else f"not {total_batch}"
+    return whole, f"rounded batches sum to {sum(whole)}, {verdict}"
 
 
 class _System:

@@ -61,7 +61,7 @@ class Controller:
     def decide(self, window: StepWindow | None, job: Job, step: int) -> Decision:
         """Learn every rank's speed, the communication times and the noise scale, and plan with what is known now."""
         if window is None:
-            return self._decision()
+            return Decision(plan=self._plan, noise=self._noise.summary(), phase=self._phase)
         changes = self._learner.observe(window)
         self._noise.observe(window)
         model = self._learner.model(*job.bounds)
@@ -71,18 +71,12 @@ class Controller:
         if changes:
             self._last_change = changes[-1].step
         end = window.first_step + window.num_steps
-        settled = self._last_change is None or not self._last_change <= end < self._last_change + _UNSETTLED
-        return self._decision(choice, changes, settled=settled)
-
-    def _decision(
-        self, choice: TotalChoice | None = None, changes: tuple[SpeedChange, ...] = (), *, settled: bool = True
-    ) -> Decision:
         return Decision(
             plan=self._plan,
             noise=self._noise.summary(),
             choice=choice,
             changes=changes,
-            settled=settled,
+            settled=self._last_change is None or not self._last_change <= end < self._last_change + _UNSETTLED,
             phase=self._phase,
         )
 
@@ -131,7 +125,8 @@ class Controller:
             if self._plan is before:
                 self._plan = replace(self._plan, reason=f"kept: {model.reason}")
             return None
-        if self._phase == "even" and job.num_ranks > 1 and not self._has_two_sizes:
+        smallest, largest = self._learner.batch_range()
+        if self._phase == "even" and job.num_ranks > 1 and (smallest == largest).all():  # each rank has run one size
             if self._guess(step, model.cluster):
                 return None
         elif self._phase == "guess" and not in_force:
@@ -148,12 +143,6 @@ class Controller:
         news = [f"rank {c.rank} takes {c.factor:.2f} times as long since step {c.step}" for c in changes]
         self._settle(step, model.cluster, job, split, why + news)
         return choice
-
-    @property
-    def _has_two_sizes(self) -> bool:
-        """Whether some rank has been measured at two local batches."""
-        smallest, largest = self._learner.batch_range()
-        return bool((largest > smallest).any())
 
     def _solver(self, cluster: Cluster) -> SplitSolver:
         """Return the solver for this model, within reach of the batches that were measured."""
@@ -249,24 +238,22 @@ class Controller:
 
         With another number of ranks the noise scale and the total batch are kept, and the ranks are learned anew.
         """
+        job = self._job
         with restoring("controller"):
-            self._restore(state)
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        if state.get("version") != 1:
-            raise StateError(f"controller state of version {state.get('version')!r}: this cannikin reads version 1")
-        self._noise.load_state_dict(state["noise"])
-        num_saved = len(state["plan"]["local_batches"])
-        if num_saved != self._job.num_ranks:
-            total = min(max(int(state["plan"]["total_batch"]), self._job.batch_size), self._job.largest_total)
-            reason = f"resumed with {self._job.num_ranks} ranks after {num_saved}: even split of the same total batch"
-            self._plan, self._phase = make_plan(0, even_batches(self._job, total), reason=reason), "even"
-            return
-        self._learner.load_state_dict(state["learner"])
-        self._plan = load_plan(state["plan"], self._job)
-        phase = str(state.get("phase") or state["plan"]["phase"])  # older states have the phase in the plan,
-        self._phase = "guess" if phase == "inverse" else phase  # and call a guess "inverse"
-        self._excess = float(state["excess"])
+            if state.get("version") != 1:
+                raise StateError(f"controller state of version {state.get('version')!r}: this cannikin reads version 1")
+            self._noise.load_state_dict(state["noise"])
+            num_saved = len(state["plan"]["local_batches"])
+            if num_saved != job.num_ranks:
+                total = min(max(int(state["plan"]["total_batch"]), job.batch_size), job.largest_total)
+                reason = f"resumed with {job.num_ranks} ranks after {num_saved}: even split of the same total batch"
+                self._plan, self._phase = make_plan(0, even_batches(job, total), reason=reason), "even"
+                return
+            self._learner.load_state_dict(state["learner"])
+            self._plan = load_plan(state["plan"], job)
+            phase = str(state.get("phase") or state["plan"]["phase"])  # older states have the phase in the plan,
+            self._phase = "guess" if phase == "inverse" else phase  # and call a guess "inverse"
+            self._excess = float(state["excess"])
 
 
 def _waits(cluster: Cluster, local_batches: tuple[int, ...]) -> list[str]:

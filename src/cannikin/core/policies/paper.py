@@ -138,9 +138,9 @@ class PaperPlanner:
         if not result.local_batches:
             self._plan = make_plan(step, self._plan.local_batches, reason=f"kept: {result.reason}")
             return choice
-        rounded = round_batches(_repaired(np.array(result.local_batches), total, job), total)
-        reason = f"Algorithm 1: {result.reason}; {rounded.reason}" + ("" if choice is None else f"; {choice.reason}")
-        self._plan = make_plan(step, rounded.local_batches, reason=reason, predicted_step_s=result.predicted_s)
+        batches, rounding = round_batches(_repaired(np.array(result.local_batches), total, job), total)
+        reason = f"Algorithm 1: {result.reason}; {rounding}" + ("" if choice is None else f"; {choice.reason}")
+        self._plan = make_plan(step, batches, reason=reason, predicted_step_s=result.predicted_s)
         self._phase = "optperf"
         return choice
 
