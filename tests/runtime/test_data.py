@@ -20,7 +20,7 @@ from cannikin.core.values import Job, Plan
 from cannikin.errors import InvalidInputError, StateError
 from cannikin.runtime.loader import HeteroBatchSampler, HeteroDataLoader
 from cannikin.runtime.passes import epoch_order
-from cannikin.runtime.step import BatchEntry, BatchSource, Feed
+from cannikin.runtime.step import BatchEntry, BatchSource
 
 Script = Sequence[Sequence[int]]  # the local batches of each step, taken in turn
 FEEDS: weakref.WeakKeyDictionary[HeteroDataLoader, ScriptedFeed] = weakref.WeakKeyDictionary()
@@ -40,7 +40,7 @@ class ScriptedFeed:
         self.settings: dict[str, int] = {}
         self._script = script
 
-    def bind(self, source: BatchSource, job: Job, settings: dict[str, int]) -> Feed:
+    def bind(self, source: BatchSource, job: Job, settings: dict[str, int]) -> ScriptedFeed:
         # Not the source itself: loaders with persistent workers are slow to stop (5 s each) as cyclic garbage.
         self.source, self.job, self.settings = weakref.ref(source), job, settings
         return self

@@ -26,7 +26,7 @@ from cannikin.runtime.loop import Loop
 from cannikin.runtime.options import Options, check_model, check_names
 from cannikin.runtime.profile_store import ProfileKeeper, ProfileStore, introduce, model_key
 from cannikin.runtime.recorder import Recorder, check_metrics, end_run
-from cannikin.runtime.step import BatchEntry, BatchSource, Feed
+from cannikin.runtime.step import BatchEntry, BatchSource
 from cannikin.runtime.update import Update, choose_rule
 from cannikin.runtime.weighting import RunningStatistics, choose_weighting, has_batch_norm, refuse_sparse
 from cannikin.runtime.wire import Exchange, pause_at_exit
@@ -79,7 +79,7 @@ class Engine:
         weakref.finalize(self, end_run, self._recorder, self.loop.queue, self.loop.memory, self.rank)
         pause_at_exit()
 
-    # What a loader needs before it is bound (`step.Trainer`).
+    # What a loader needs before it is bound; then it has the loop.
 
     @property
     def rank(self) -> int:
@@ -95,8 +95,11 @@ class Engine:
         """Tell the other ranks, which wait in `bind`, that this one cannot build its loader."""
         self._exchange.refuse(error)
 
-    def bind(self, source: BatchSource, job: Job, settings: dict[str, int]) -> Feed:
-        """Take this loader as the source of batches, after checking that all ranks agree on it."""
+    def bind(self, source: BatchSource, job: Job, settings: dict[str, int]) -> Loop:
+        """Take this loader as the source of batches, after checking that all ranks agree on it.
+
+        Raises the same error on every rank, within seconds of the last one's arrival.
+        """
         if self.loop.coordinator.is_bound:
             raise InvalidInputError("this model has a loader already: give each model one HeteroDataLoader")
         check_owner(self._update.optimizer, self.loop)

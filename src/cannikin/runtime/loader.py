@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from cannikin.core.cutting import Bookmark, whole_number
 from cannikin.errors import InvalidInputError
 from cannikin.runtime.options import DataLoaderOptions, LoaderOptions, check_names
-from cannikin.runtime.passes import CutStep, IndexSource, Passes, Source, StreamSource, job_of, refusing, trainer_of
+from cannikin.runtime.passes import CutStep, IndexSource, Passes, Source, StreamSource, engine_of, job_of, refusing
 from cannikin.runtime.step import BatchEntry
 
 ADVICE = {
@@ -60,22 +60,22 @@ class HeteroDataLoader:
     """
 
     def __init__(self, dataset: Any, *, model: object, batch_size: int, **options: Unpack[DataLoaderOptions]) -> None:
-        trainer = trainer_of(model)
-        with refusing(trainer):
+        engine = engine_of(model)
+        with refusing(engine):
             own, kwargs = _parted(options)
             self.item_count: Callable[[Any], float] | None = options.get("item_count")
             if self.item_count is not None and not callable(self.item_count):
                 raise InvalidInputError(f"item_count={self.item_count!r} must be a callable that takes a batch")
             num_samples = _length(dataset)
-            job = job_of(trainer, num_samples, batch_size, own)
+            job = job_of(engine, num_samples, batch_size, own)
             self.dataset = dataset
             self.batch_size = job.batch_size
             self.is_padding = False
             seed, drop_last = own.get("seed", 0), own.get("drop_last", False)
-            shuffle = _shuffled(dataset, own.get("shuffle"), trainer.world_size)
+            shuffle = _shuffled(dataset, own.get("shuffle"), engine.world_size)
             self._bookmark = Bookmark(num_samples=num_samples, seed=seed, shuffle=shuffle)
             source, fetched, kwargs = _source(dataset, seed, shuffle, kwargs)
-            passes = Passes(trainer, source, bookmark=self._bookmark, num_samples=num_samples, drop_last=drop_last)
+            passes = Passes(engine, source, bookmark=self._bookmark, num_samples=num_samples, drop_last=drop_last)
             self._sampler = _NotedSampler(passes)
             self._loader = DataLoader(fetched, batch_sampler=self._sampler, **kwargs)
         self._feed = passes.bind(self, job)
@@ -185,17 +185,17 @@ class HeteroBatchSampler(Sampler[list[int]]):
         prefetch_depth: int = 0,
         **options: Unpack[LoaderOptions],
     ) -> None:
-        trainer = trainer_of(model)
-        with refusing(trainer):
+        engine = engine_of(model)
+        with refusing(engine):
             check_names("HeteroBatchSampler", LoaderOptions.__annotations__, None, options)
             num_samples = whole_number("length of data", data if isinstance(data, int) else len(data), low=0)
-            job = job_of(trainer, num_samples, batch_size, options)
+            job = job_of(engine, num_samples, batch_size, options)
             self.prefetch_depth = whole_number("prefetch_depth", prefetch_depth, low=0)
             seed, drop_last = options.get("seed", 0), options.get("drop_last", False)
             shuffle = options.get("shuffle") is not False
             bookmark = Bookmark(num_samples=num_samples, seed=seed, shuffle=shuffle)
             source = IndexSource(num_samples, seed=seed, shuffle=shuffle)
-            self._passes = Passes(trainer, source, bookmark=bookmark, num_samples=num_samples, drop_last=drop_last)
+            self._passes = Passes(engine, source, bookmark=bookmark, num_samples=num_samples, drop_last=drop_last)
             self._pass: object = None
         self._feed = self._passes.bind(self, job)
 

@@ -38,7 +38,7 @@ _UNUSED = 30  # gradients that nobody used after which somebody should look
 
 
 class Loop:
-    """The steps of one module; a loader that is bound to the model feeds it (`step.Feed`).
+    """The steps of one module; a loader that is bound to the model feeds it.
 
     Args:
         device, exchange, reducer, update, statistics, recorder: of this model.
@@ -99,7 +99,7 @@ class Loop:
         """Number of the step in training, or of the first one."""
         return 0 if self.step is None else self.step.entry.step
 
-    # The loader hands out batches (see `step.Feed`).
+    # What a loader calls. All ranks call it at the same steps.
 
     @property
     def next_step(self) -> int:
@@ -107,13 +107,13 @@ class Loop:
         return self.queue.next_step
 
     def plan_at(self, step: int) -> Plan:
-        """Return the plan in force at this step."""
+        """Return the plan in force at this step, asked when the step's indices are cut; it may be asked repeatedly."""
         plan = self.coordinator.plan_at(step)
         assert plan is not None, "only a loader that is bound asks"
         return plan
 
     def begin_epoch(self, epoch: int, position: int) -> None:
-        """Begin a new iteration, at this sample of this epoch."""
+        """Begin a new iteration, at this sample of this epoch; forget batches of an abandoned one."""
         self.queue.begin_pass()
         self._pass = {"epoch": epoch, "position": position, "step": self.next_step}
         goal = {} if self.goal is None else {"goal": self.goal}
@@ -133,7 +133,7 @@ class Loop:
         self._average_statistics()
 
     def end_epoch(self) -> None:
-        """Let what is under way arrive: the iterator ends, and nothing of ours stays outstanding."""
+        """Let what is under way arrive: the iterator ends, and nothing of ours stays outstanding, or starts here."""
         self._pass_over = True
         self._exchange.wait()
         if self.keeper is not None:

@@ -18,44 +18,43 @@ import torch
 from cannikin.core.cutting import Bookmark, EpochState, cut, least_local, make_job, num_steps
 from cannikin.core.values import Job, Plan
 from cannikin.errors import InvalidInputError, StateError
+from cannikin.runtime.engine import Engine
+from cannikin.runtime.loop import Loop
 from cannikin.runtime.options import LoaderOptions
-from cannikin.runtime.step import BatchEntry, BatchSource, Feed, Trainer
-
-TRAINER_NAMES = tuple(name for name in vars(Trainer) if not name.startswith("_"))
+from cannikin.runtime.step import BatchEntry, BatchSource
 
 
-def trainer_of(model: object) -> Trainer:
+def engine_of(model: object) -> Engine:
     """Return the engine of a HeteroDataParallel, or the engine itself."""
     engine = getattr(model, "engine", model)
-    missing = [name for name in TRAINER_NAMES if not hasattr(engine, name)]
-    if missing:
+    if not hasattr(engine, "bind"):
         raise InvalidInputError(
             f"model is a {type(model).__name__}, which has no cannikin engine: pass the cannikin.HeteroDataParallel "
             "that trains on this data, or what cannikin.attach(ddp, optimizer) returned"
         )
-    return cast(Trainer, engine)
+    return cast(Engine, engine)
 
 
 @contextmanager
-def refusing(trainer: Trainer) -> Iterator[None]:
+def refusing(engine: Engine) -> Iterator[None]:
     """Let an error of this rank alone reach the others, which wait for it in `bind`, before it is raised here."""
     try:
         yield
     except Exception as error:
-        trainer.refuse(error)
+        engine.refuse(error)
         raise
 
 
-def job_of(trainer: Trainer, num_samples: int | None, batch_size: int, options: LoaderOptions) -> Job:
+def job_of(engine: Engine, num_samples: int | None, batch_size: int, options: LoaderOptions) -> Job:
     """Return what the planner may choose from, out of a loader's options; refuse data that would make no step."""
     job = make_job(
-        num_ranks=trainer.world_size,
+        num_ranks=engine.world_size,
         batch_size=batch_size,
         max_batch_size=options.get("max_batch_size"),
         local_batches=options.get("local_batches"),
         local_bounds=options.get("local_bounds"),
         num_samples=num_samples,
-        has_batch_norm=trainer.has_batch_norm,
+        has_batch_norm=engine.has_batch_norm,
     )
     if num_samples == 0:
         raise InvalidInputError("the dataset is empty: there is nothing to train on; check its path or split")
@@ -108,7 +107,7 @@ class Cutter:
         min_local: fewest samples a rank should get of a short last batch.
     """
 
-    def __init__(self, feed: Feed, rank: int, *, drop_last: bool, min_local: int) -> None:
+    def __init__(self, feed: Loop, rank: int, *, drop_last: bool, min_local: int) -> None:
         self._feed = feed
         self._rank = rank
         self._drop_last = drop_last
@@ -210,7 +209,7 @@ class Passes:
     """Pass after pass over the data: what sampler and loader share.
 
     Args:
-        trainer: the engine, not bound yet.
+        engine: of the model, not bound yet.
         source: where samples come from.
         bookmark: where in the data the passes are.
         num_samples: length of an epoch; None where unknown.
@@ -218,31 +217,31 @@ class Passes:
     """
 
     def __init__(
-        self, trainer: Trainer, source: Source, *, bookmark: Bookmark, num_samples: int | None, drop_last: bool
+        self, engine: Engine, source: Source, *, bookmark: Bookmark, num_samples: int | None, drop_last: bool
     ) -> None:
         self.bookmark = bookmark
-        self._trainer = trainer
+        self._engine = engine
         self._source = source
         self._num_samples = num_samples
         self._drop_last = drop_last
         self._cutter: Cutter | None = None
 
-    def bind(self, loader: BatchSource, job: Job) -> Feed:
+    def bind(self, loader: BatchSource, job: Job) -> Loop:
         """Bind the loader whose passes these are to its model, and return what it hands batches out to."""
         # What ranks must agree on beside the job: an order of samples, and when plans take effect.
         settings = {name: n for name, n in self.bookmark.state_dict().items() if name not in ("epoch", "position")}
         settings["drop_last"] = int(self._drop_last)
         settings["prefetch_depth"] = loader.prefetch_depth
         settings["item_count"] = int(loader.item_count is not None)
-        self.feed = self._trainer.bind(loader, job, settings)
+        self.feed = self._engine.bind(loader, job, settings)
         return self.feed
 
     def steps(self) -> Iterator[tuple[CutStep, list[Any]]]:
         """Yield the steps of one pass; a resumed pass that has none left becomes one over the next epoch."""
         while True:
             state = self.bookmark.begin()
-            min_local = least_local(self._trainer.has_batch_norm)
-            cutter = Cutter(self.feed, self._trainer.rank, drop_last=self._drop_last, min_local=min_local)
+            min_local = least_local(self._engine.has_batch_norm)
+            cutter = Cutter(self.feed, self._engine.rank, drop_last=self._drop_last, min_local=min_local)
             self._cutter = cutter
             yield from self._source.steps(state, cutter)
             if cutter.num_cut or not state.position:

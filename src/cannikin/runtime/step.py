@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import torch
 
-from cannikin.core.values import Job, Plan
 from cannikin.errors import BatchMatchError
 from cannikin.runtime.device import Device
 
@@ -71,57 +70,6 @@ class BatchSource(Protocol):
     @property
     def epoch(self) -> int:
         """The epoch underway; between passes the one that the next `iter()` begins."""
-
-
-class Feed(Protocol):
-    """What a loader needs of a model that it is bound to."""
-
-    def plan_at(self, step: int) -> Plan:
-        """Return the plan in force at this step, asked when the step's indices are cut; it may be asked repeatedly."""
-
-    @property
-    def next_step(self) -> int:
-        """Number of the first step that no batch has been handed out for yet."""
-
-    def hand_out(self, entry: BatchEntry) -> None:
-        """Take note of a batch that is being yielded: its backward is to be weighted and measured."""
-
-    def begin_epoch(self, epoch: int, position: int) -> None:
-        """Begin a new iteration, at this sample of this epoch on every rank.
-
-        Batches of an abandoned one that were never trained on are forgotten.
-        """
-
-    def complete_epoch(self) -> None:
-        """Take note that every batch of the epoch was handed out, on all ranks: buffers may be made to agree."""
-
-    def end_epoch(self) -> None:
-        """End the iteration: nothing of ours may be left outstanding. No new collective may start here."""
-
-
-class Trainer(Protocol):
-    """What a loader needs of a model before it is bound to it."""
-
-    @property
-    def rank(self) -> int:
-        """This process's rank in the model's process group."""
-
-    @property
-    def world_size(self) -> int:
-        """n."""
-
-    @property
-    def has_batch_norm(self) -> bool:
-        """Whether ranks normalise by statistics of their own batch."""
-
-    def refuse(self, error: Exception) -> None:
-        """Tell the other ranks, which wait in `bind`, that this one cannot build its loader; the caller raises."""
-
-    def bind(self, source: BatchSource, job: Job, settings: dict[str, int]) -> Feed:
-        """Take this loader as the source of batches: check on all ranks that job and settings agree, make the planner.
-
-        Raises the same error on every rank, within seconds of the last one's arrival.
-        """
 
 
 @dataclass(frozen=True, kw_only=True)
