@@ -63,8 +63,8 @@ def test_the_table_has_the_fastest_first_and_says_what_the_ranks_were():
 def test_without_a_terminal_there_is_one_line_per_policy(capsys):
     console = Console(width=200, force_terminal=False)
     with Bars(TASKS["digits"], ["even"], console) as bars:
-        bars.update(replace(RESULT, is_done=False, accuracy=0.5, curve=[(1.0, 72, 0.5)]))
-        bars.update(RESULT)
+        bars.show(replace(RESULT, is_done=False, accuracy=0.5, curve=[(1.0, 72, 0.5)]))
+        bars.show(RESULT)
     assert capsys.readouterr().out.splitlines() == ["even: 97.5% in 12.0 s, 48 = 16 + 16 + 16"]
 
 
@@ -169,11 +169,11 @@ def test_a_policy_that_is_done_keeps_its_bar_and_the_next_ones_panel_comes(tmp_p
     write_log(tmp_path / "cannikin", "second device")
     console = Console(width=100, height=40, file=io.StringIO(), force_terminal=True)
     with Bars(TASKS["digits"], ["even", "cannikin"], console, tmp_path) as bars:
-        bars.update(RESULT)
-        drawn = shown(bars.drawn())
+        bars.show(RESULT)
+        drawn = shown(bars.get_renderable())
         assert "97.5% in 12.0 s" in drawn
         assert "second device" in drawn
-        bars.update(replace(RESULT, policy="cannikin"))
+        bars.show(replace(RESULT, policy="cannikin"))
         length = len(console.file.getvalue())
     assert "device" not in console.file.getvalue()[length:]
 
@@ -184,4 +184,4 @@ def test_before_the_first_steps_and_with_a_foreign_log_there_are_only_bars(tmp_p
     (tmp_path / "cannikin" / "runlog.jsonl").write_text("something else\n")
     for policy in ("even", "cannikin"):
         with Bars(TASKS["digits"], [policy], console, tmp_path) as bars:
-            assert "step time" not in shown(bars.drawn())
+            assert "step time" not in shown(bars.get_renderable())

@@ -9,14 +9,13 @@ import io
 import math
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
@@ -53,7 +52,7 @@ def run_demo(
 
         def take(text: str) -> None:
             result = msgspec.json.decode(text, type=Result)
-            bars.update(result)
+            bars.show(result)
             if result.is_done:
                 results.append(result)
 
@@ -97,7 +96,7 @@ class RankLines:
             self._on_line(line)
 
 
-class Bars:
+class Bars(Progress):
     """One bar per policy: how far its accuracy is on the way to the target; below, what the ranks are doing.
 
     Args:
@@ -107,55 +106,41 @@ class Bars:
     """
 
     def __init__(self, task: Task, policies: list[str], console: Console, run_dir: Path | None = None) -> None:
-        self._target = task.target
-        self._console = console
-        self._progress = Progress(
-            TextColumn("{task.description:10}"),
-            BarColumn(bar_width=30),
-            TextColumn("{task.fields[state]}"),
-            console=console,
-            auto_refresh=False,
-        )
-        self._bars = {policy: self._progress.add_task(policy, total=task.target, state="waits") for policy in policies}
-        self._lock = threading.Lock()  # the panel is drawn by rich's thread
+        self._following = threading.Lock()  # the panel is drawn by rich's thread
         self._runs = {} if run_dir is None else {policy: FollowedRun(run_dir / policy) for policy in policies}
-        self._live = Live(
-            console=console,
-            get_renderable=self.drawn,
-            refresh_per_second=_REFRESHES_PER_S,
-            vertical_overflow="crop",
-            transient=False,
-        )
+        columns = TextColumn("{task.description:10}"), BarColumn(bar_width=30), TextColumn("{task.fields[state]}")
+        disable = not console.is_terminal
+        super().__init__(*columns, console=console, refresh_per_second=_REFRESHES_PER_S, disable=disable)
+        self.live.vertical_overflow = "crop"
+        self._target = task.target
+        self._bars = {policy: self.add_task(policy, total=task.target, state="waits") for policy in policies}
 
-    def __enter__(self) -> Bars:
-        if self._console.is_terminal:
-            self._live.start(refresh=True)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for policy in list(self._runs):
-            self._forget(policy)
-        if self._console.is_terminal:
-            self._live.stop()
-
-    def drawn(self) -> RenderableType:
-        """Return the bars, and the panel of the first policy that has no result yet, once it trains."""
-        with self._lock:
+    def get_renderables(self) -> Iterator[RenderableType]:
+        """Yield the bars, and the panel of the first policy that has no result yet, once it trains."""
+        yield from super().get_renderables()
+        with self._following:
             run = next(iter(self._runs.values()), None)
             if run is None:
-                return self._progress
+                return
             with suppress(RunLogError):  # the folder held another log, which the training refuses with its own words
                 run.poll()
-            return Group(self._progress, LivePanel(run.state)) if run.has_begun else self._progress
+            if run.has_begun:
+                yield LivePanel(run.state)
+
+    def stop(self) -> None:
+        """Leave the bars as they are, without a panel."""
+        for policy in list(self._runs):
+            self._forget(policy)
+        super().stop()
 
     def _forget(self, policy: str) -> None:
         """Drop the panel of a policy that trains no more; its bar stays."""
-        with self._lock:
+        with self._following:
             run = self._runs.pop(policy, None)
             if run is not None:
                 run.close()
 
-    def update(self, result: Result) -> None:
+    def show(self, result: Result) -> None:
         """Show what has come of a policy."""
         state = f"{result.accuracy:.1%}"
         if result.is_done:
@@ -165,9 +150,9 @@ class Bars:
         else:
             state += f" of {self._target:.0%} after {result.curve[-1][0]:.1f} s, step {result.steps}"
         state += f", {split_sum(result.final_split)}"
-        self._progress.update(self._bars[result.policy], completed=result.accuracy, state=state)
-        if result.is_done and not self._console.is_terminal:
-            self._console.print(f"{result.policy}: {state}", highlight=False)
+        self.update(self._bars[result.policy], completed=result.accuracy, state=state)
+        if result.is_done and self.disable:
+            self.console.print(f"{result.policy}: {state}", highlight=False)
 
 
 def results_table(task: Task, speeds: tuple[float, ...], results: list[Result]) -> Table:

@@ -63,9 +63,6 @@ class LabDevice(msgspec.Struct, frozen=True, kw_only=True):
 class LabCluster:
     """A cluster to be made on this machine.
 
-    A training step of b samples takes a rank of speed v  fixed_s + sample_s b / v ; the `forward_share` of that is
-    forward, the rest is backward.
-
     Args:
         speeds: v of each rank, relative to one another; a device of speed 1 takes `sample_s` for a sample.
         names: each rank's name, for people.
