@@ -99,11 +99,8 @@ def duration(ms: float, decimals: int | None = None) -> str:
     """
     if not math.isfinite(ms):
         return "not known"
-    unit, scale = "h", 3.6e6
-    for limit, shorter, shorter_scale in ((1e3, "ms", 1.0), (120e3, "s", 1e3), (7.2e6, "min", 60e3)):
-        if ms < limit:
-            unit, scale = shorter, shorter_scale
-            break
+    units = ((1e3, "ms", 1.0), (120e3, "s", 1e3), (7.2e6, "min", 60e3), (math.inf, "h", 3.6e6))
+    unit, scale = next((unit, scale) for limit, unit, scale in units if ms < limit)
     return f"{amount(ms / scale) if decimals is None else format(ms / scale, f'.{decimals}f')} {unit}"
 
 
@@ -195,13 +192,9 @@ def rank_ranges(ranks: Sequence[int]) -> str:
     >>> rank_ranges([0, 1, 2, 5, 8, 9])
     '0-2,5,8-9'
     """
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1][1:] = [rank]
-        else:
-            runs.append([rank])
-    return ",".join("-".join(map(str, run)) for run in runs)
+    groups = groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0])
+    runs = [[rank for _, rank in group] for _, group in groups]
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
 # Text from others.
