@@ -174,7 +174,7 @@ def _columns(rows: list[RankRow], look: Look) -> list[_Column]:
         _Column("", draw=lambda row, size: bar(row.mean_batch / full, size, "cyan", look), weight=2),
         _Column("step", draw=lambda row, size: _step_bar(row, size, parts), weight=3),
         *(
-            _Column(f"{glyph} {title}", partial(_share, name), style, style, True)
+            _Column(f"{glyph} {title}", partial(_share, name), style, style, right=True)
             for name, title, style, glyph in parts
         ),
         _Column(" ms/sample", lambda row: "" if row.ms_per_sample is None else amount(row.ms_per_sample), right=True),

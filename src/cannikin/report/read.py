@@ -10,7 +10,7 @@ import os
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import fields
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
@@ -33,6 +33,7 @@ from cannikin.runlog import (
 )
 from cannikin.runlog.times import (
     ACTIVITIES,
+    MEASURED,
     activities,
     longest_ns,
     measured_ms,
@@ -231,13 +232,13 @@ class _Table:
 
     def __init__(self) -> None:
         self._rows: list[list[float | None]] = []
-        self._by_rank: list[list[tuple[float | None, ...]]] = []
+        self._num_ranks, self._by_rank = 0, list[float | None]()
         self._chunks: list[tuple[FloatArray, ByRank]] = []
 
     def add(self, window: WindowRecord, elapsed_ms: float, predicted_step_ms: float | None) -> None:
-        by_rank = [window.local_batches, *measured_ms(window)]
-        if len(self._rows) >= _CHUNK_WINDOWS or (self._by_rank and len(self._by_rank[-1][0]) != len(by_rank[0])):
+        if len(self._rows) >= _CHUNK_WINDOWS or len(window.local_batches) != self._num_ranks:
             self._flush()
+            self._num_ranks = len(window.local_batches)
         noise = window.noise or NoiseRecord()
         own = {
             "elapsed_ms": elapsed_ms,
@@ -247,7 +248,7 @@ class _Table:
             "noise_high": noise.high,
         }
         self._rows.append([own[name] if name in own else getattr(window, name) for name in _COLUMNS])
-        self._by_rank.append(by_rank)
+        self._by_rank += chain(window.local_batches, *measured_ms(window))  # flat: lists of lists take numpy longer
 
     def finish(self) -> tuple[Windows, int]:
         """Return all windows that stand, and the number of the others."""
@@ -271,7 +272,8 @@ class _Table:
     def _flush(self) -> None:
         """Put local batches and activities of the rows so far, [W, n, 1 + A], into a chunk; None becomes NaN."""
         if self._rows:
-            by_rank = np.array(self._by_rank, dtype=np.float64)
+            shape = (len(self._rows), 1 + len(MEASURED), self._num_ranks)
+            by_rank = np.array(self._by_rank, dtype=np.float64).reshape(shape)
             both = np.concatenate([by_rank[:, 0, :, None], activities(by_rank[:, 1:])], axis=-1)
             with np.errstate(over="ignore"):  # what is beyond any time becomes infinite, which counts as not known
                 self._chunks.append((np.array(self._rows, dtype=np.float64), both.astype(np.float32)))

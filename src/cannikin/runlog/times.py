@@ -17,7 +17,7 @@ from cannikin.core.goodput import efficiency
 from cannikin.core.values import FloatArray
 from cannikin.runlog.records import EventRecord, PlanRecord, Timeline, WindowRecord
 
-_MEASURED = ("before_ms", "backward_ms", "done_ms", "wait_ms", "loader_ms", "other_ms")  # of a `WindowRecord`
+MEASURED = ("before_ms", "backward_ms", "done_ms", "wait_ms", "loader_ms", "other_ms")  # of a `WindowRecord`
 ACTIVITIES = ("optimizer and forward", "backward", "communication", "waiting", "loading", "other")
 NS_PER_MS = 1_000_000
 _MOST = 1e15  # beyond it, a number of a damaged log is no time and no batch
@@ -64,11 +64,11 @@ def predicted_ms(window: WindowRecord, plans: Reversible[PlanRecord]) -> float |
 def measured_ms(window: WindowRecord) -> list[tuple[float | None, ...]]:
     """Return what was measured of every rank, [6, n], None where nothing was.
 
-    The rows are the times before, in and until the end of backward's all-reduces, waiting, loading and other work, as
-    in `WindowRecord`; the time before backward comes without the loading that the log may count there.
+    The rows are those of `MEASURED`; `before_ms` comes without the loading that the log may count there.
     """
     size = len(window.local_batches)
-    rows = [(*getattr(window, name), *(None,) * size)[:size] for name in _MEASURED]
+    columns = (getattr(window, name) for name in MEASURED)
+    rows = [times if len(times) == size else (*times, *(None,) * size)[:size] for times in columns]
     if window.loader_inside:
         pairs = zip(rows[0], rows[4], strict=True)
         rows[0] = tuple(None if ms is None else max(0.0, ms - (loader or 0.0)) for ms, loader in pairs)
