@@ -30,12 +30,7 @@ _DECIMALS = 4  # of a millisecond: finer than any clock used, and half the bytes
 
 
 def job_info(job: Job) -> JobInfo:
-    """Return a job as a header has it, with one pair of bounds per rank.
-
-    Example:
-        >>> job_info(Job(num_ranks=2, batch_size=64, max_local=(48, 2**53))).max_local
-        (48, None)
-    """
+    """Return a job as a header has it, with one pair of bounds per rank."""
     low, high = (bound.tolist() for bound in job.bounds)
     return JobInfo(
         batch_size=job.batch_size,
@@ -73,14 +68,7 @@ def decision_records(
 
 
 def plan_record(decision: Decision, step: int, *, elapsed_ms: float | None = None) -> PlanRecord:
-    """Return the record of a plan that was decided at `step`, with the total batches that were compared.
-
-    Example:
-        >>> from cannikin.core.values import Plan
-        >>> plan = Plan(first_step=14, total_batch=32, local_batches=(24, 8), predicted_step_s=0.05)
-        >>> plan_record(Decision(plan=plan), 10).predicted_step_ms
-        50.0
-    """
+    """Return the record of a plan that was decided at `step`, with the total batches that were compared."""
     plan, choice = decision.plan, decision.choice
     predicted_ms = None if plan.predicted_step_s is None else _ms(plan.predicted_step_s)
     return PlanRecord(
@@ -98,13 +86,7 @@ def plan_record(decision: Decision, step: int, *, elapsed_ms: float | None = Non
 
 
 def noise_record(noise: Noise) -> NoiseRecord:
-    """Return the record of what is known of the gradient noise.
-
-    Example:
-        >>> record = noise_record(Noise(signal_sqnorm=0.5, noise_trace=20.0))
-        >>> record.noise_scale, record.high  # no upper limit is known
-        (40.0, None)
-    """
+    """Return the record of what is known of the gradient noise."""
     low, high = noise.limits
     return NoiseRecord(
         signal_sqnorm=_finite(noise.signal_sqnorm),
@@ -140,16 +122,6 @@ def window_record(
         loader_s, other_s: waiting for data, and the user's own work between steps, [S, n].
         noise, progress, lr_factor, num_skipped, elapsed_ms: as in `WindowRecord`.
         bucket_bytes: as in `Timeline`.
-
-    Example:
-        >>> window = StepWindow(
-        ...     first_step=10, local_batches=np.array([[24, 8]]), before_s=np.array([[0.010, 0.012]]),
-        ...     ready_s=np.array([[[0.010, 0.020], [0.012, 0.023]]]),
-        ...     done_s=np.array([[[0.015, 0.030], [0.013, 0.028]]]),
-        ...     local_sqnorm=np.ones((1, 2)), global_sqnorm=np.ones(1))
-        >>> record = window_record(window)
-        >>> record.step_ms, record.backward_ms, record.wait_ms
-        (40.0, (20.0, 23.0), (5.0, 0.0))
     """
     if not window.num_steps:
         raise InvalidInputError(f"the window at step {window.first_step} has no steps: there is nothing to record")
@@ -181,16 +153,7 @@ def window_record(
 
 
 def replay_window(record: WindowRecord) -> StepWindow | None:
-    """Return the step of a record's timeline as a window of one step, without norms; None without a timeline.
-
-    Example:
-        >>> line = Timeline(step=12, local_batches=(24, 8), before_ms=(10.0, 12.0), ready_ms=((20.0,), (23.0,)),
-        ...                 done_ms=((30.0,), (28.0,)))
-        >>> record = WindowRecord(first_step=10, num_steps=5, num_valid=5, total_batch=32, local_batches=(24, 8),
-        ...                       timeline=line)
-        >>> replay_window(record).step_s.tolist()
-        [[0.04, 0.04]]
-    """
+    """Return the step of a record's timeline as a window of one step, without norms; None without a timeline."""
     line = record.timeline
     if line is None:
         return None

@@ -38,18 +38,6 @@ class RunLogWriter:
     Raises:
         RunLogError: there is a log already and `append` is not set; what is there is no run log of this version; or
             another process is writing it.
-
-    Example:
-        >>> import tempfile
-        >>> from cannikin.runlog import JobInfo
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     path = Path(folder, "run", "runlog.jsonl")
-        ...     with RunLogWriter(path) as log:
-        ...         log.write(Header(cannikin_version="1", started="", policy="even", world_size=2,
-        ...                          job=JobInfo(batch_size=64)))
-        ...         log.write(EventRecord(step=3, kind="eval", data={"accuracy": 0.5}))
-        ...     print(path.read_text().splitlines()[1])
-        {"type":"event","step":3,"kind":"eval","text":"","data":{"accuracy":0.5},"elapsed_ms":null}
     """
 
     def __init__(self, path: str | os.PathLike[str], *, append: bool = False) -> None:
