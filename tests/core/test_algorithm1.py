@@ -29,12 +29,23 @@ def random_instance(seed: int) -> tuple[Cluster, int]:
     return cluster, int(rng.integers(2, 40)) * n
 
 
-@pytest.mark.parametrize("order", ["fixed_time", "crossing_time"])
+def crossing_s(cluster: Cluster) -> np.ndarray:
+    """The right order: a_i(b*) + P* with P* = T_o / (1 - gamma) = P_i(b*), when a rank's state changes."""
+    forward, backward = cluster.forward, cluster.backward
+    backward_s = float(cluster.tails_s[0] - cluster.tails_s[-1]) / (1 - float(cluster.gammas[0, 0]))
+    short_s = backward_s - backward.fixed_s
+    moves = backward.per_sample_s > 0
+    batch = np.divide(short_s, backward.per_sample_s, out=np.zeros_like(short_s), where=moves)
+    at_s = forward.fixed_s + forward.per_sample_s * batch + backward_s
+    return np.where(moves, at_s, np.where(short_s > 0, np.inf, -np.inf))
+
+
+@pytest.mark.parametrize("order", ["fixed time", "crossing time"])
 def test_a_valid_result_is_the_optimum_in_reals(order: str) -> None:
     num_valid = num_searched = 0
     for seed in range(600):
         cluster, total = random_instance(seed)
-        result = algorithm1(cluster, total, order=order)  # type: ignore[arg-type]
+        result = algorithm1(cluster, total, order=crossing_s(cluster) if order == "crossing time" else None)
         if not result.failure:
             num_valid += 1
             num_searched += result.num_solves > 2
@@ -60,7 +71,7 @@ def test_an_invalid_result_is_never_faster_than_the_optimum() -> None:
 def test_the_order_by_crossing_time_never_ends_in_a_contradiction() -> None:
     for seed in range(600):
         cluster, total = random_instance(seed)
-        assert algorithm1(cluster, total, order="crossing_time").failure in ("", "negative_batch", "bounds")
+        assert algorithm1(cluster, total, order=crossing_s(cluster)).failure in ("", "negative_batch", "bounds")
 
 
 def counter_example() -> Cluster:
@@ -74,6 +85,8 @@ def test_both_checks_may_agree_on_the_wrong_state() -> None:
     assert result.step_s - 0.5 == pytest.approx(59.55, abs=0.005)
     assert result.step_s == step_time(counter_example(), result.local_batches)
     assert float(SplitSolver(counter_example()).step_times(45)) - 0.5 == pytest.approx(47.05, abs=0.005)
+    right = algorithm1(counter_example(), 45, order=crossing_s(counter_example()))
+    assert right.step_s - 0.5 == pytest.approx(47.05, abs=0.005)
 
 
 def test_no_boundary_in_the_order_of_fixed_time_may_be_right() -> None:

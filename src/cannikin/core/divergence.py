@@ -10,10 +10,7 @@ _LOST = 30  # steps in a row without a finite gradient, after which the user is 
 
 
 class Divergence:
-    """Counts steps without a finite gradient since the last good one.
-
-    A GradScaler that looks for its scale has a few such steps, far fewer than `_LOST`.
-    """
+    """Counts steps without a finite gradient since the last good one; a GradScaler's search for its scale has few."""
 
     def __init__(self) -> None:
         self._num_lost = 0

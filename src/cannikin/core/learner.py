@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from cannikin.core.fit import bucket_times, fit_curves, middle_of, shrunken_gammas, trimmed_mean
+from cannikin.core.fit import CurveFit, bucket_times, fit_curves, middle_of, shrunken_gammas, trimmed_mean
 from cannikin.core.loading import LoadHistory
-from cannikin.core.perf import Cluster, Curve
+from cannikin.core.perf import Cluster
 from cannikin.core.planner import SpeedChange
 from cannikin.core.values import BoolArray, FloatArray, IntArray, StepWindow
 from cannikin.errors import StateError
@@ -100,19 +100,19 @@ class Learner:
             rank = f"rank {int(measured.argmin())} has not been measured yet"
             reason = rank if measured.any() else "no step measured yet"
             return ModelFit(cluster=None, known=measured & False, reason=reason)
-        (forward, a_known), (backward, p_known) = self._curves()
+        forward, backward = self._curves()
         # While communication is not known it counts as 0: the split then balances the computation.
         gammas, tails = self.buckets() or (np.ones((self.num_ranks, 1)), np.zeros(1))
         cluster = Cluster(
-            forward=forward,
-            backward=backward,
+            forward=forward.curve,
+            backward=backward.curve,
             gammas=gammas,
             tails_s=tails,
             min_batch=low,
             max_batch=high,
             load=self.loading.curve(),
         )
-        known = a_known & p_known
+        known = forward.known & backward.known
         return ModelFit(cluster=cluster, known=known, reason=self._reason(known))
 
     @property
@@ -157,15 +157,15 @@ class Learner:
         """Begin with overlap ratios, [n, J], and tails, [J], from another run, as if they were one step's."""
         self._gammas, self._comm = gammas[None], -np.diff(tails_s, append=0.0)[None]
 
-    def _curves(self) -> list[tuple[Curve, BoolArray]]:
+    def _curves(self) -> list[CurveFit]:
+        """Fit the curves of forward and of backward."""
         noise = max(self.noise, _LEAST_NOISE)
         heaviest = self._batches[np.arange(self.num_ranks), self._weights.min(axis=0).argmax(axis=1)]
         present = np.where(self._present > 0, self._present, heaviest)
         away = np.abs(np.log(self._batches / present[:, None]))
         weights = self._weights / (1.0 + self._weights * away * (_WAVES / noise) ** 2)
         trust = weights.sum(axis=2) / np.maximum(self._weights.sum(axis=2), 1e-300)
-        fits = [fit_curves(self._batches, np.exp(self._logs[c]), weights[c], noise, trust[c]) for c in (0, 1)]
-        return [(fit.curve, fit.known) for fit in fits]
+        return [fit_curves(self._batches, np.exp(self._logs[c]), weights[c], noise, trust[c]) for c in (0, 1)]
 
     def _reason(self, known: BoolArray) -> str:
         if known.all():
@@ -194,10 +194,11 @@ class Learner:
         rank = np.arange(self.num_ranks)[None]
         smallest, largest = self.batch_range()
         curves = self._curves()
-        between = (window.local_batches >= smallest) & (window.local_batches <= largest) & curves[0][1] & curves[1][1]
-        for c, (curve, _) in enumerate(curves):
-            error = self._logs[c, rank, nearest] - np.log(curve.at(self._batches[rank, nearest]))
-            residual = logs[c] - np.log(curve.at(window.local_batches))
+        between = (window.local_batches >= smallest) & (window.local_batches <= largest)
+        between &= curves[0].known & curves[1].known
+        for c, fit in enumerate(curves):
+            error = self._logs[c, rank, nearest] - np.log(fit.curve.at(self._batches[rank, nearest]))
+            residual = logs[c] - np.log(fit.curve.at(window.local_batches))
             allowed = np.where(between, _ALLOWANCE + _DISTANCE_ALLOWANCE * away, _LARGE_ALLOWANCE)
             beyond = np.sign(residual) * np.maximum(np.abs(residual) - allowed, 0.0)
             residuals[c] = np.where(window.valid, np.where(near, residual - error, beyond), np.nan)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -223,7 +222,8 @@ def _weights(batches: FloatArray, estimator: str, tail: float) -> tuple[FloatArr
         case "pooled" if math.isfinite(tail):
             # Relative to the largest (smallest) batch no power can overflow.
             reference = batches.max() if tail >= 0 else batches.min()
-            weights = _normalised((batches.sum() - batches) * (batches / reference) ** tail)
+            weights = (batches.sum() - batches) * (batches / reference) ** tail
+            weights = weights / weights.sum()
         case "pooled":
             raise InvalidInputError(f"tail={tail}: give a finite exponent, 0 for light tails to 1 for heavy ones")
         case _:
@@ -241,16 +241,9 @@ def _theorem1_weights(batches: FloatArray) -> tuple[FloatArray, FloatArray]:
     a_noise = np.outer(batches, batches) * (total - np.add.outer(batches, batches)) / both_rest
     np.fill_diagonal(a_signal, (total + 2 * batches) / (total * rest))
     np.fill_diagonal(a_noise, total * batches / rest)
-    return _least_variance(a_signal), _least_variance(a_noise)
-
-
-def _least_variance(covariance: FloatArray) -> FloatArray:
     try:
         # The matrices are symmetric, so 1' A^-1 is A^-1 1.
-        return _normalised(np.linalg.solve(covariance, np.ones(len(covariance))))
+        signal, noise = (np.linalg.solve(matrix, np.ones_like(batches)) for matrix in (a_signal, a_noise))
     except np.linalg.LinAlgError as error:
         raise InvalidInputError("Theorem 1 gives no weights for this split (singular matrix): use 'pooled'") from error
-
-
-def _normalised(weights: npt.NDArray[np.floating[Any]]) -> FloatArray:
-    return np.asarray(weights / weights.sum(), dtype=np.float64)
+    return signal / signal.sum(), noise / noise.sum()

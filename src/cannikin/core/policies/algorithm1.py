@@ -15,8 +15,8 @@ negative, the result is the optimum in reals. Where it falls short (docs/mathema
 `reason` of the result say so:
 
 - "Bound alike in both checks, so bound alike at the optimum" is false, and fixed time is the wrong order; the right one
-  is the time at which a rank passes from one state to the other, `order="crossing_time"`. The search may thus end in
-  a state that contradicts itself; the loop as printed, which runs until there is none, would then not end.
+  is the time at which a rank passes from one state to the other, over all ranks. The search may thus end in a state
+  that contradicts itself; the loop as printed, which runs until there is none, would then not end.
 - Nothing bounds the batches: they may be negative, or beyond what a rank can hold.
 - Rounding (section 4.5) need not keep the sum: `round_batches` says by how much.
 - It has one gamma, two buckets and no floors.
@@ -63,16 +63,13 @@ class Algorithm1Result:
     reason: str
 
 
-def algorithm1(
-    cluster: Cluster, total_batch: int, *, order: Literal["fixed_time", "crossing_time"] = "fixed_time"
-) -> Algorithm1Result:
+def algorithm1(cluster: Cluster, total_batch: int, *, order: FloatArray | None = None) -> Algorithm1Result:
     """Split a total batch in reals by the paper's Algorithm 1, and say why where the result is not valid.
 
     Args:
         cluster: two-point form (`Cluster.two_point`) without floors.
         total_batch: B, samples, at least 1.
-        order: what the search sorts by: "fixed_time", the outliers, as in the paper; or "crossing_time", all ranks, by
-            a_i(b*) + P* where P* = T_o / (1 - gamma) = P_i(b*), which finds the right state.
+        order: what the search sorts all ranks by, [n]; where left out, the outliers by fixed time, as in the paper.
 
     Example:
         Both checks find the second rank communication-bound, and at the optimum it is not (optimum 47.05 s):
@@ -84,8 +81,6 @@ def algorithm1(
         >>> result = algorithm1(trio, 45)
         >>> result.failure, round(result.predicted_s, 2), round(result.step_s, 2)
         ('overlap', 44.71, 59.55)
-        >>> round(algorithm1(trio, 45, order="crossing_time").step_s, 2)
-        47.05
     """
     if not total_batch >= 1:
         raise InvalidInputError(f"total_batch={total_batch}: need at least 1 sample")
@@ -165,19 +160,8 @@ class _System:
         margin_s -= self.overlapped_s
         return margin_s
 
-    def crossing_s(self) -> FloatArray:
-        """Return a_i(b*) + P*: the time at which a rank passes from communication-bound to compute-bound."""
-        forward, backward = self.cluster.forward, self.cluster.backward
-        backward_s = self.overlapped_s / (1 - self.gamma)
-        short_s = backward_s - backward.fixed_s
-        moves = backward.per_sample_s > 0
-        batch = np.divide(short_s, backward.per_sample_s, out=np.zeros_like(short_s), where=moves)
-        at_s = forward.fixed_s + forward.per_sample_s * batch + backward_s
-        crossing: FloatArray = np.where(moves, at_s, np.where(short_s > 0, np.inf, -np.inf))
-        return crossing
 
-
-def _search(system: _System, order: str) -> tuple[Failure, str]:
+def _search(system: _System, order: FloatArray | None) -> tuple[Failure, str]:
     """Do checks 1 and 2, then find the boundary among the outliers; the last solution stays in `system`."""
     n = system.cluster.num_ranks
     first = system.solve(np.ones(n, dtype=np.bool_)) >= 0
@@ -186,8 +170,8 @@ def _search(system: _System, order: str) -> tuple[Failure, str]:
     second = system.solve(np.zeros(n, dtype=np.bool_)) >= 0
     if not second.any():
         return "", "every rank is communication-bound"
-    if order == "crossing_time":
-        ranked, always = np.argsort(system.crossing_s(), kind="stable"), np.zeros(n, dtype=np.bool_)
+    if order is not None:
+        ranked, always = np.argsort(order, kind="stable"), np.zeros(n, dtype=np.bool_)
     else:
         outliers = np.flatnonzero(first != second)
         ranked, always = outliers[np.argsort(system.fixed_s[outliers], kind="stable")], first & second
