@@ -14,8 +14,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
-__all__ = ["Points", "bars", "lines"]
-
 Points = Sequence[tuple[float, float]]
 
 _INCHES = (6.67, 3.75)  # 640 x 360 pixels in a browser

@@ -14,8 +14,6 @@ from benchmarks.paper.steps import by_total_batch, from_even_start
 from cannikin.errors import InvalidInputError
 from cannikin.sim.catalog import workload_names
 
-__all__ = ["POLICIES", "SECTIONS", "START_POLICIES", "Cell", "all_cells", "run_cells"]
-
 POLICIES = ("even", "adaptdl", "lb-bsp@epoch", "lb-bsp", "paper", "cannikin")
 START_POLICIES = ("even", "lb-bsp@epoch", "lb-bsp", "paper", "cannikin")
 SECTIONS = ("convergence", "cluster-c", "links", "start", "steps", "prediction", "gamma")

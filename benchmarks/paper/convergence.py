@@ -12,8 +12,6 @@ from cannikin.sim.hardware import build_machine
 from cannikin.sim.runs import simulate
 from cannikin.sim.workload import find_workload
 
-__all__ = ["train"]
-
 _MOST_POINTS = 200  # of a curve that are kept
 
 

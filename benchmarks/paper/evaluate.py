@@ -17,8 +17,6 @@ from benchmarks.paper.cells import SECTIONS, Cell, all_cells, run_cells
 from benchmarks.paper.report import write_report
 from cannikin import words
 
-__all__ = ["command", "main"]
-
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command with these options, or with none."""

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
-from cannikin.core.values import IntArray, Job
+from cannikin.core.values import FloatArray, IntArray, Job
 from cannikin.errors import InvalidInputError
 from cannikin.sim.hardware import Machine
 
-__all__ = ["best_split", "settled_step_s"]
-
 _STEPS = 1000
+
+
+def finish_s(machine: Machine, local_batches: npt.ArrayLike) -> FloatArray:
+    """Return when each rank alone would let the step end, without noise, [..., n]; it grows with the rank's batch."""
+    forward, _ = machine.compute(local_batches)
+    tails = machine.bucket_s[::-1].cumsum()[::-1]
+    longest: FloatArray = (forward[..., None] + machine.ready(local_batches) + tails).max(axis=-1)
+    return longest
+
+
+def expected_s(machine: Machine, local_batches: npt.ArrayLike) -> FloatArray:
+    """Return step seconds without noise, [...]: max over ranks and buckets of a + share P + C_j."""
+    longest: FloatArray = finish_s(machine, local_batches).max(axis=-1)
+    return longest
 
 
 def best_split(machine: Machine, job: Job, total_batch: int) -> IntArray:
@@ -24,7 +37,7 @@ def best_split(machine: Machine, job: Job, total_batch: int) -> IntArray:
         raise InvalidInputError(f"total_batch={total_batch} is outside what the ranks can hold")
     high = np.minimum(high, total_batch)
     batches = np.arange(1, int(high.max()) + 1)
-    times = np.maximum.accumulate(machine.rank_times(np.tile(batches[:, None], (1, machine.num_ranks))), axis=0)
+    times = np.maximum.accumulate(finish_s(machine, np.tile(batches[:, None], (1, machine.num_ranks))), axis=0)
     extra = (batches[:, None] > low) & (batches[:, None] <= high)
     missing = total_batch - int(low.sum())
     split = low.copy()

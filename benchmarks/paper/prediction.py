@@ -17,8 +17,6 @@ from cannikin.sim.runs import find_machine, job_for
 from cannikin.sim.simulation import Simulation
 from cannikin.sim.workload import find_workload
 
-__all__ = ["METHODS", "gamma_spread", "prediction_errors"]
-
 METHODS = ("cannikin", "paper, weighted", "paper, plain mean")
 _STEPS = 800
 _EPOCH_STEPS = 100

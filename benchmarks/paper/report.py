@@ -13,8 +13,6 @@ from benchmarks.paper.cells import POLICIES, START_POLICIES
 from benchmarks.paper.prediction import METHODS
 from cannikin.sim.catalog import workload_names
 
-__all__ = ["Page", "Results", "write_report"]
-
 Results = dict[str, dict[str, Any]]
 Page = tuple[str, dict[str, str]]  # text, and plots by file name
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.paper.optimum import best_split, settled_step_s
+from benchmarks.paper.optimum import best_split, expected_s, settled_step_s
 from cannikin.core.goodput import total_grid
 from cannikin.core.policies.cannikin import Controller
 from cannikin.core.policies.plans import even_batches, inverse_batches
@@ -16,8 +16,6 @@ from cannikin.sim.hardware import Machine
 from cannikin.sim.runs import find_machine, job_for, named_planner
 from cannikin.sim.simulation import Simulation
 from cannikin.sim.workload import find_workload
-
-__all__ = ["by_total_batch", "from_even_start"]
 
 _EPOCH_STEPS = 1000
 _NUM_EPOCHS = 16
@@ -35,13 +33,15 @@ def from_even_start(cluster: str, workload: str, total_batch: int, policy: str, 
     starts = [(step, plan.local_batches) for step, plan in run.plans]
     return {
         "step_s": [epoch.step_s for epoch in run.epochs],
-        "expected_s": [float(machine.expected_s(np.array(epoch.local_batches))) for epoch in run.epochs],
+        "expected_s": [float(expected_s(machine, np.array(epoch.local_batches))) for epoch in run.epochs],
         "local_batches": [list(epoch.local_batches) for epoch in run.epochs],
         "best": best.tolist(),
         "best_s": settled_step_s(machine, best, seed),
-        "best_expected_s": float(machine.expected_s(best)),
+        "best_expected_s": float(expected_s(machine, best)),
         "plans": [
-            [step, float(machine.expected_s(np.array(batches)))] for step, batches in starts if step <= 2 * _EPOCH_STEPS
+            [step, float(expected_s(machine, np.array(batches)))]
+            for step, batches in starts
+            if step <= 2 * _EPOCH_STEPS
         ],
     }
 
@@ -92,7 +92,7 @@ def _settle(machine: Machine, job: Job, policy: str, seed: int, steps: int) -> t
 
 
 def _expected(machine: Machine, split: IntArray) -> float:
-    return float(machine.expected_s(split))
+    return float(expected_s(machine, split))
 
 
 def _fixed(cluster: str, workload: str, total_batch: int, epoch_steps: int) -> tuple[Machine, Job]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.paper.optimum import expected_s
 from cannikin.errors import ClusterFileError, InvalidInputError
 from cannikin.sim.catalog import cluster_names, known_devices, load_cluster_spec, load_workload, workload_names
 from cannikin.sim.hardware import build_machine
@@ -74,7 +75,7 @@ def test_every_device_runs_every_workload(device, tmp_path):
     spec = spec_of(tmp_path, f'link = {{ bandwidth_gbit = 1 }}\n[[node]]\ndevice = "{device}"\n')
     for workload in workload_names():
         machine = build_machine(spec, workload, load_workload(workload))
-        assert 0 < machine.expected_s([1]) < machine.expected_s(machine.max_batch)
+        assert 0 < expected_s(machine, [1]) < expected_s(machine, machine.max_batch)
 
 
 def test_a_users_file_has_its_own_devices_shares_and_names(tmp_path):

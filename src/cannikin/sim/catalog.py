@@ -1,25 +1,7 @@
-"""Devices, clusters and workloads by name, from the data files beside this module, and a user's own cluster file:
+"""Devices, clusters and workloads by name, from the data files beside this module, and a user's own cluster file.
 
-    [link]
-    bandwidth_gbit = 10.0         # between servers, as a ring all-reduce gets it
-    latency_us = 50.0             # of one hop of the ring
-    local_bandwidth_gbit = 100.0  # within a server; optional, as is local_latency_us
-
-    [[node]]
-    device = "rtx6000"            # of `data/devices.toml`, or of a [device.NAME] table in this file
-    count = 4                     # optional: number of such ranks, default 1
-    share = 0.5                   # optional: share of the card that this job gets, default 1
-    per_server = 4                # optional: ranks in one server, default 1
-    link_gbit = 1.0               # optional: this server's own link, where it is slower
-    memory_gb = 12.0              # optional: where it is not the card's
-    name = "old"                  # optional, default the device's name
-
-    [device.mine]                 # optional: a device that is not in the catalogue
-    like = "rtx6000"              # the device whose times it has,
-    speed = 1.5                   # with the time per sample divided by this
-    memory_gb = 48.0
-
-A wrong file raises `ClusterFileError` with one line that names the file, the key and the limit.
+`docs/simulator.md` shows a cluster file. A wrong one raises `ClusterFileError` with one line that names the file, the
+key and the limit.
 """
 
 from __future__ import annotations
@@ -56,7 +38,7 @@ class TimesSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A kind of GPU; one with `like` has that device's times, with samples `speed` times as fast."""
+    """A kind of GPU; one with `like` has that device's times, with the time per sample divided by `speed`."""
 
     memory_gb: _Positive
     jitter: _Scatter = 0.03
@@ -78,7 +60,10 @@ class LinkSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NodeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Ranks of one kind."""
+    """`count` ranks of one kind, `per_server` of them in each server, which has a link of its own where it is slower.
+
+    The job gets a `share` of each card, and `memory_gb` where that is not the card's. `name` is for people.
+    """
 
     device: str
     count: _Count = 1
@@ -146,11 +131,7 @@ def _workloads() -> dict[str, WorkloadSpec]:
 
 
 def workload_names() -> tuple[str, ...]:
-    """Return the names of the workloads.
-
-    >>> workload_names()
-    ('cifar10', 'imagenet', 'bert', 'deepspeech2', 'ncf')
-    """
+    """Return the names of the workloads."""
     return tuple(_workloads())
 
 

@@ -100,18 +100,6 @@ class Machine:
         launch_s, fixed_s = (times[1][:, None] * self.ready_by_layers for times in (self.launch_s, self.fixed_s))
         return _smooth_max(launch_s, fixed_s + samples_s, self.sharpness[:, None])
 
-    def expected_s(self, local_batches: npt.ArrayLike) -> FloatArray:
-        """Return step seconds without noise, [...]: max over ranks and buckets of a + share P + C_j."""
-        longest: FloatArray = self.rank_times(local_batches).max(axis=-1)
-        return longest
-
-    def rank_times(self, local_batches: npt.ArrayLike) -> FloatArray:
-        """Return when each rank alone would let the step end, without noise, [..., n]."""
-        forward, _ = self.compute(local_batches)
-        tails = self.bucket_s[::-1].cumsum()[::-1]
-        longest: FloatArray = (forward[..., None] + self.ready(local_batches) + tails).max(axis=-1)
-        return longest
-
     def measure(self, local_batches: IntArray, first_step: int, rng: np.random.Generator) -> StepTimes:
         """Return the times of steps with these local batches, [S, n], with noise."""
         steps = len(local_batches)
@@ -164,12 +152,6 @@ def build_machine(cluster: ClusterSpec, name: str, workload: WorkloadSpec) -> Ma
 
     Raises:
         ClusterFileError: a device's memory does not hold one sample.
-
-    Example:
-        >>> from cannikin.sim.catalog import load_cluster_spec, load_workload
-        >>> machine = build_machine(load_cluster_spec("a"), "cifar10", load_workload("cifar10"))
-        >>> machine.names, machine.num_buckets
-        (('a5000', 'a4000', 'p4000'), 3)
     """
     nodes = [node for node in cluster.node for _ in range(node.count)]
     devices = [_device(cluster, node.device) for node in nodes]

@@ -36,9 +36,6 @@ def job_for(
 
     The paper's total batch is raised where it does not give every rank its least (`least_local`). Without
     `max_batch_size` the workload's own is the largest total; equal to `batch_size` it keeps the total fixed.
-
-    >>> job_for(find_machine("b", "bert"), find_workload("bert")).batch_size
-    16
     """
     spec = workload.spec
     least = least_local(spec.batch_norm)
@@ -55,11 +52,7 @@ def job_for(
 
 
 def named_planner(policy: str, job: Job, *, batch_norm: bool = False) -> tuple[Planner, str]:
-    """Return the planner of a policy's name, and its pace.
-
-    >>> named_planner("lb-bsp@epoch", Job(num_ranks=2, batch_size=8))[1]
-    'epoch'
-    """
+    """Return the planner of a policy's name, and its pace."""
     name, _, pace = policy.partition("@")
     name = name.replace("_", "-")
     if name not in POLICIES or pace not in ("", "window", "epoch"):

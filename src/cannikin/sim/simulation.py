@@ -96,6 +96,7 @@ class Simulation:
     ) -> None:
         self.machine, self.planner, self.job, self.workload = machine, planner, job, workload
         self.pace = pace
+        self._goal = math.inf if workload is None else workload.target_progress
         self.step, self.samples, self.progress, self.elapsed_s, self.planner_s = 0, 0, 0.0, 0.0, 0.0
         self.epochs: list[EpochRecord] = []
         self._observers, self._on_progress = observers, on_progress
@@ -132,7 +133,7 @@ class Simulation:
 
     def run(self, *, max_epochs: float = math.inf, max_steps: float = math.inf) -> RunResult:
         """Train until the target, or until either limit; a run without any would never end, and is refused."""
-        goal = math.inf if self.workload is None else self.workload.target_progress
+        goal = self._goal
         if math.isinf(goal) and math.isinf(max_steps) and (math.isinf(max_epochs) or not self.job.num_samples):
             raise InvalidInputError("the run has no end: give max_steps, or max_epochs of a job with num_samples")
         while self.progress < goal and self.step < max_steps and self._passes < max_epochs:
@@ -144,7 +145,7 @@ class Simulation:
             if self._on_progress is not None:
                 done = max(self.progress / goal, self._passes / max_epochs, self.step / max_steps)
                 self._on_progress(min(done, 1.0))
-        return self._result(goal, max_epochs)
+        return self._result(max_epochs)
 
     @property
     def _total_batch(self) -> int:
@@ -170,13 +171,12 @@ class Simulation:
     def _advance(self, num_steps: int) -> StepWindow | None:
         """Take steps, and return the window of the last chunk; None where there was nothing to do."""
         window, end = None, self.step + num_steps
-        goal = math.inf if self.workload is None else self.workload.target_progress
-        while self.step < end and self.progress < goal:
+        while self.step < end and self.progress < self._goal:
             chunk = min(_MAX_CHUNK, end - self.step)
             batches = self._cut(self._schedule.local_batches(self.step, chunk))
             times = self.machine.measure(np.where(batches > 0, batches, _PADDING), self.step, self._rng)
             window = self._window(batches, times) if chunk == self._schedule.window_steps(self.step) else None
-            self._account(batches, times.step_s, goal)
+            self._account(batches, times.step_s)
         return window
 
     def _cut(self, batches: IntArray) -> IntArray:
@@ -194,14 +194,14 @@ class Simulation:
             first, position = last + 1, 0
         return batches
 
-    def _account(self, batches: IntArray, step_s: FloatArray, goal: float) -> None:
+    def _account(self, batches: IntArray, step_s: FloatArray) -> None:
         """Count time, samples and progress step by step, up to the step that reaches the goal."""
         totals = batches.sum(axis=1)
         progress = np.full(len(totals), self.progress)
         if self.workload is not None:
             for _ in range(2):  # the gain changes on the way: once more with the progress of the first guess
                 progress = self.progress + self.workload.gains(totals, progress).cumsum()
-        count = min(int(np.searchsorted(progress, goal)) + 1, len(totals))
+        count = min(int(np.searchsorted(progress, self._goal)) + 1, len(totals))
         elapsed = self.elapsed_s + step_s[:count].cumsum()
         samples = self.samples + totals[:count].cumsum()
         if self.job.num_samples:
@@ -279,8 +279,8 @@ class Simulation:
         )
         self._write(*records)  # no gradient of a simulated run is ever lost
 
-    def _result(self, goal: float, max_epochs: float) -> RunResult:
-        reached = self.workload is not None and self.progress >= goal
+    def _result(self, max_epochs: float) -> RunResult:
+        reached = self.workload is not None and self.progress >= self._goal
         if reached and self.workload is not None:
             reason = f"reached {self.workload.spec.metric_name} {self.workload.target:g}"
         elif self._passes >= max_epochs:
@@ -290,7 +290,7 @@ class Simulation:
         if not reached and self.workload is not None:
             name, metric = self.workload.spec.metric_name, self.workload.metric(self.progress)
             reason += f" with {name} {metric:.4g}: target {self.workload.target:g} not reached"
-            if math.isinf(goal):
+            if math.isinf(self._goal):
                 reason += ", which the measured run never reaches either"
         self._write(EventRecord(step=self.step, kind="end", text=reason, elapsed_ms=self.elapsed_s * 1e3))
         return RunResult(
