@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 
@@ -62,7 +63,7 @@ class Plain:
 OWN_RULES: list[tuple[LrRule, str]] = [
     (cube_root, "cube_root"),
     (Power(0.25), "Power(exponent=0.25)"),
-    (Plain(), "Plain"),
+    (Plain(), "Plain with {}"),
     (Legw(warmup_steps=5), "Legw(warmup_steps=5)"),
 ]
 
@@ -80,6 +81,14 @@ def test_a_function_and_a_dataclass_are_rules() -> None:
 
 def test_equal_dataclasses_have_one_name_and_unlike_ones_two() -> None:
     assert rule_name(Power(0.25)) == rule_name(Power(0.25)) != rule_name(Power(0.5))
+
+
+def test_objects_and_partial_functions_of_other_parameters_have_other_names() -> None:
+    small, large, again = Plain(), Plain(), Plain()
+    small.factor, large.factor, again.factor = 1.0, 3.0, 1.0  # type: ignore[attr-defined]
+    assert rule_name(small) == rule_name(again) != rule_name(large)
+    halves: list[LrRule] = [partial(cube_root, gain=0.5), partial(cube_root, gain=0.5), partial(cube_root, gain=2.0)]
+    assert rule_name(halves[0]) == rule_name(halves[1]) != rule_name(halves[2])
 
 
 def test_the_rules_of_ours_go_by_their_names() -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 
@@ -63,15 +64,19 @@ LR_RULES: dict[str, LrRule] = {
 
 
 def rule_name(rule: LrRule) -> str:
-    """Return the name of a rule for logs and messages, the same on every rank.
+    """Return a rule as logs and messages say it: the same on every rank, another for other parameters.
 
     Example:
         >>> rule_name(LR_RULES["sqrt"]), rule_name(Legw(warmup_steps=100))
         ('sqrt', 'Legw(warmup_steps=100)')
+        >>> rule_name(partial(Legw(warmup_steps=100), gain=2.0))
+        "Legw(warmup_steps=100) with {'gain': 2.0}"
     """
     for name, known in LR_RULES.items():
         if rule is known or rule == known:
             return name
-    own = getattr(rule, "__qualname__", None)
-    is_plain = type(rule).__repr__ is object.__repr__
-    return str(own or (type(rule).__qualname__ if is_plain else repr(rule)))
+    if isinstance(rule, partial):
+        return f"{rule_name(rule.func)} with {rule.keywords}"
+    if type(rule).__repr__ is object.__repr__:  # which has an address in it
+        return f"{type(rule).__qualname__} with {vars(rule)}"
+    return str(getattr(rule, "__qualname__", None) or repr(rule))

@@ -54,6 +54,7 @@ class Device(Protocol):
     """
 
     torch_device: torch.device
+    backend: str  # torch's, that carries its collectives where the user names none
     lag: int
     slow_at_new_sizes: bool
     memory: Memory | None
@@ -72,6 +73,9 @@ class Device(Protocol):
     def end_marker(self, group: Any) -> Callable[[], Any]:
         """Return what marks the end of an all-reduce over this group, called in the future's continuation."""
 
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Keep a tensor's memory until the work queued now is done with it."""
+
     def copy(self, scalars: list[torch.Tensor]) -> HostCopy:
         """Begin to copy a few scalars to the host; nothing waits for it before `read`."""
 
@@ -89,6 +93,7 @@ class _OnHost:
 class Cpu:
     """The host itself: work is done when the call returns."""
 
+    backend = "gloo"
     lag = 0
     slow_at_new_sizes = False
     memory: Memory | None = None
@@ -113,6 +118,9 @@ class Cpu:
     def end_marker(self, group: Any) -> Callable[[], float]:
         return self.mark
 
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Do nothing: work is done when the call returns."""
+
     def copy(self, scalars: list[torch.Tensor]) -> HostCopy:
         return _OnHost(scalars)
 
@@ -124,6 +132,7 @@ class Cuda:
     there would queue behind backward's kernels and read late.
     """
 
+    backend = "nccl"
     lag = 1  # the host may be ahead of the device by most of a step
     slow_at_new_sizes = True
 
@@ -160,6 +169,10 @@ class Cuda:
     def end_marker(self, group: Any) -> Callable[[], Any]:
         """See `Device`; NCCL's continuation runs in the order of a stream, gloo's on a host thread of its own."""
         return self.mark if carrier(group, self.torch_device) == "nccl" else time.perf_counter
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        """See `Device`; torch may run a continuation on a stream of its own."""
+        tensor.record_stream(torch.cuda.current_stream(self.torch_device))
 
     def copy(self, scalars: list[torch.Tensor]) -> HostCopy:
         """See `Device`; in two kernels for all of them."""
@@ -201,17 +214,22 @@ class _CudaMemory:
         return int(min(free + torch.cuda.memory_reserved(self._device), fraction * total))
 
 
-DEVICES: dict[str, Callable[[torch.device], Device]] = {"cpu": Cpu, "cuda": Cuda}
+DEVICES: dict[str, type[Cpu] | type[Cuda]] = {"cpu": Cpu, "cuda": Cuda}
 
 
 def find_device(device: torch.device) -> Device:
     """Return the adapter of the device that a model is on."""
+    return kind_of(device)(device)
+
+
+def kind_of(device: torch.device) -> type[Cpu] | type[Cuda]:
+    """Return the kind of adapter, which also knows the backend of a group that is to be made."""
     if device.type not in DEVICES:
         raise InvalidInputError(
             f"the model is on {str(device)!r}: cannikin can time {' and '.join(DEVICES)} devices only, and would "
             "measure this one wrongly; move the model to one of those"
         )
-    return DEVICES[device.type](device)
+    return DEVICES[device.type]
 
 
 def carrier(group: Any, device: torch.device) -> str:

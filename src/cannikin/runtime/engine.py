@@ -45,32 +45,33 @@ class Engine:
         self, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, **options: Unpack[Options]
     ) -> None:
         check_names("attach", Options.__annotations__, None, options)
-        check_model(ddp.module, optimizer, options.get("policy"))
-        refuse_sparse(ddp.module)
+        net = ddp.module
+        check_model(net, optimizer, options.get("policy"))
+        refuse_sparse(net)
         policy, scaler, profiles = options.get("policy"), options.get("grad_scaler"), options.get("profiles")
         scaler = scaler if scaler is not None and scaler.is_enabled() else None  # GradScaler(enabled=use_amp)
         self.policy = os.environ.get("CANNIKIN_POLICY", "cannikin") if policy is None else policy
-        self.weighting, self.weighting_reason = choose_weighting(options.get("weighting", "auto"), ddp.module)
+        self.weighting, self.weighting_reason = choose_weighting(options.get("weighting", "auto"), net)
         rule, self.lr_reason = choose_rule(options.get("lr_rule", "auto"), optimizer, options.get("warmup_steps", 0.0))
         self.lr_rule = rule_name(rule)
-        self.has_batch_norm = has_batch_norm(ddp.module)
+        self.has_batch_norm = has_batch_norm(net)
         self._ddp = ddp
         self._source: BatchSource | None = None  # the loader
         self._restored: dict[str, Any] | None = None  # a state loaded before there was a planner to take it
-        self.device = find_device(next(ddp.parameters()).device)
-        self._exchange = Exchange(ddp.process_group)
-        self._recorder = Recorder(options.get("observers", ()), options.get("run_dir"), active=self._exchange.rank == 0)
-        key = model_key(ddp.module, scaled=scaler is not None)
-        self._store = ProfileStore(profiles, key) if profiles is not None and self.rank == 0 else None
+        self.device = find_device(next(net.parameters()).device)
         self._update = Update(optimizer, rule, self.device)
         wrapper = options.get("comm_wrapper")
         self._reducer = DdpReducer(ddp, self.device, comm_wrapper=wrapper, inverse_variance=self._update.variance)
+        self._exchange = Exchange(self._reducer.group)
+        self._recorder = Recorder(options.get("observers", ()), options.get("run_dir"), active=self._exchange.rank == 0)
+        key = model_key(net, scaled=scaler is not None)
+        self._store = ProfileStore(profiles, key) if profiles is not None and self.rank == 0 else None
         self.loop = Loop(
             device=self.device,
             exchange=self._exchange,
             reducer=self._reducer,
             update=self._update,
-            statistics=RunningStatistics(ddp.module, ddp.process_group),
+            statistics=RunningStatistics(net, self._reducer.group),
             recorder=self._recorder,
             weighting=self.weighting,
             grad_scaler=scaler,
@@ -104,7 +105,7 @@ class Engine:
             raise InvalidInputError("this model has a loader already: give each model one HeteroDataLoader")
         check_owner(self._update.optimizer, self.loop)
         policy = policy_name(self.policy)
-        choices = {"policy": policy, "weighting": self.weighting, "lr_rule": self.lr_rule}
+        choices = {"policy": policy, "weighting": self.weighting, "lr_rule": self.lr_rule, "lag": self.device.lag}
         check_agreement(self._exchange, job, **settings, **choices)
         ranks = introduce(self._exchange, self.device)
         devices = [rank.device for rank in ranks]

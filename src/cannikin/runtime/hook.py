@@ -7,6 +7,7 @@ No `from __future__ import annotations` here: DDP compares the hook's annotation
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +28,7 @@ class Reducer(Protocol):
     """Reduces the gradients of one module, weighted, and writes into the step in progress what it saw.
 
     Of each reduction a step gets the moments at which it was ready and done (`ready`, `done`), and the squared norms
-    of this rank's gradient and of the sum (`local_sqnorms`, `global_sqnorms`).
+    of this rank's gradient and of the sum (`noted`, by the columns of `wire`).
     """
 
     group: Any  # the ranks to sum over
@@ -38,6 +39,9 @@ class Reducer(Protocol):
 
     def syncs(self, module: Any) -> bool:
         """Return whether the module's next backward reduces, rather than piling gradients up (`no_sync`)."""
+
+    def no_sync(self, module: Any) -> AbstractContextManager[None]:
+        """Return a context in which the module's gradients pile up instead of being reduced."""
 
     def compare_with_previous(self) -> None:
         """Also take the product with the gradient of the step before: all that one rank alone can learn noise from."""
@@ -76,6 +80,7 @@ class DdpReducer:
         self.bucket_bytes: list[int] = []
         self._world_size = dist.get_world_size(self.group)
         self._mark, self._mark_done = device.mark, device.end_marker(self.group)
+        self._hold = device.hold
         self._inverse_variance = inverse_variance
         self._previous: dict[int, torch.Tensor] | None = None  # the last step's buckets, where one rank is alone
         self._reads_sum = dist.get_rank(self.group) == 0  # all ranks have the same sum: rank 0 measures it for them
@@ -99,6 +104,10 @@ class DdpReducer:
 
     def syncs(self, module: Any) -> bool:
         return bool(module.require_backward_grad_sync)
+
+    def no_sync(self, module: Any) -> AbstractContextManager[None]:
+        context: AbstractContextManager[None] = module.no_sync()
+        return context
 
     def compare_with_previous(self) -> None:
         self._previous = {}
@@ -128,7 +137,7 @@ class DdpReducer:
             buffer.zero_()  # not multiplied by 0: 0 x NaN is NaN
         else:
             if take_norms:
-                step.local_sqnorms[index] = _dot(buffer, buffer, scale)
+                step.noted["local_sqnorm", index] = _dot(buffer, buffer, scale)
             if weight != 1.0:
                 buffer.mul_(weight)
         work = self._all_reduce(buffer)
@@ -139,12 +148,14 @@ class DdpReducer:
             if not self._reads_sum:
                 return result
             if take_norms:
-                if scale is not None and scale.is_cuda:  # torch may run this on a stream of its own
-                    scale.record_stream(torch.cuda.current_stream(scale.device))
+                if scale is not None:
+                    self._hold(scale)
                 # A place for each bucket, no running sum: gloo ends two all-reduces at once, on two threads.
-                step.global_sqnorms[index] = _dot(result, result, scale)
+                step.noted["global_sqnorm", index] = _dot(result, result, scale)
                 if self._previous is not None:
-                    step.previous_dots[index] = _compare(self._previous, index, result, scale)
+                    dot = _compare(self._previous, index, result, scale)
+                    if dot is not None:
+                        step.noted["previous_dot", index] = dot
             elif is_last and step.loss_scale is None:  # a GradScaler notices by itself what is not finite
                 step.sample = _sample(result)
             return result

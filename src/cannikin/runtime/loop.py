@@ -155,7 +155,7 @@ class Loop:
             for start, end in itertools.pairwise(bounds):
                 part = pytree.tree_map(lambda x: x[start:end] if isinstance(x, torch.Tensor) else x, batch)  # noqa: B023
                 self._begin_part(part, (end - start) / size, synced=synced)
-                with nullcontext() if end == size else module.no_sync():
+                with nullcontext() if end == size else self._reducer.no_sync(module):
                     yield part
         finally:
             self._part = None

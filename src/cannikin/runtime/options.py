@@ -21,11 +21,11 @@ class Options(TypedDict, total=False):
     """The keywords of `HeteroDataParallel`, `attach` and `Engine`, all optional.
 
     Args:
-        policy: "cannikin" (the default), "even", "lb-bsp", "adaptdl", "paper" or a `Planner`; CANNIKIN_POLICY in the
-            environment overrides the default.
+        policy: who plans: a name in `core.policies.POLICIES`, "cannikin" by default, or a `Planner`; CANNIKIN_POLICY in
+            the environment overrides the default.
         weighting: where a rank's weight is applied: "auto" (the default), "hook", "loss" or "none" (see `weighting`).
-        lr_rule: how learning rates follow the total batch: "auto" (the default), "adascale", "adamscale", "linear",
-            "sqrt", "legw", "none", or an `LrRule`.
+        lr_rule: how learning rates follow the total batch: "auto" (the default, by the optimizer), a name in
+            `core.lr.LR_RULES`, or an `LrRule`.
         warmup_steps: length of LEGW's warm-up at the initial batch, 0 by default.
         grad_scaler: the `torch.amp.GradScaler` in use, if any.
         comm_wrapper: DDP's `fp16_compress_wrapper` or `bf16_compress_wrapper`.

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cannikin.core.values import Plan
 from cannikin.errors import InvalidInputError
+from cannikin.runtime.device import kind_of
 from cannikin.runtime.engine import Engine
 from cannikin.runtime.options import DdpOptions, Options, check_model, check_names
 from cannikin.runtime.weighting import has_batch_norm
@@ -28,7 +29,7 @@ def ensure_process_group(device: torch.device) -> None:
     """
     if dist.is_initialized():
         return
-    backend = os.environ.get("CANNIKIN_BACKEND") or ("nccl" if device.type == "cuda" else "gloo")
+    backend = os.environ.get("CANNIKIN_BACKEND") or kind_of(device).backend
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend)
     else:

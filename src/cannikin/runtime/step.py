@@ -191,9 +191,7 @@ class StepInProgress:
     take_norms: bool = True
     ready: list[Any] = field(default_factory=list)
     done: list[Any] = field(default_factory=list)
-    local_sqnorms: list[torch.Tensor | None] = field(default_factory=list)  # bucket by bucket
-    global_sqnorms: list[torch.Tensor | None] = field(default_factory=list)
-    previous_dots: list[torch.Tensor | None] = field(default_factory=list)  # with the gradient of the step before
+    noted: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)  # by column of `wire` and bucket
     sample: torch.Tensor | None = None  # of the last bucket, where norms are not taken
     optimizer_start: Any = None
     optimizer_end: Any = None
@@ -225,21 +223,21 @@ class StepInProgress:
         self.watches.clear()
 
     def make_room(self, num_buckets: int) -> None:
-        """Make places for the moments and norms of this many buckets."""
-        kinds = (self.local_sqnorms, self.global_sqnorms, self.previous_dots)
-        for places in (self.ready, self.done, *kinds):
+        """Make places for the moments of this many buckets."""
+        for places in (self.ready, self.done):
             places.extend([None] * (num_buckets - len(places)))
 
     def has_bucket(self, index: int) -> bool:
         """Return whether this bucket's gradient has come already, which it does once per step."""
         return index < len(self.ready) and self.ready[index] is not None
 
-    def norms(self) -> list[list[torch.Tensor]]:
-        """Return |g_i|^2, |g|^2, g . g' by bucket and on the device, and a sample; [] each where it was not taken."""
-        kinds = (self.local_sqnorms, self.global_sqnorms, self.previous_dots, [self.sample])
-        # Not `None in parts`, which compares tensors with None.
-        found = [[part for part in parts if part is not None] for parts in kinds]
-        return [taken if len(taken) == len(parts) else [] for taken, parts in zip(found, kinds, strict=True)]
+    def norms(self) -> dict[str, list[torch.Tensor]]:
+        """Return what was noted of every bucket, by name and on the device, and a sample of the last bucket."""
+        every = range(len(self.ready))
+        names = sorted({name for name, _ in self.noted})
+        found = {name: [self.noted[name, index] for index in every if (name, index) in self.noted] for name in names}
+        whole = {name: parts for name, parts in found.items() if len(parts) == len(every)}
+        return whole if self.sample is None else {**whole, "sample": [self.sample]}
 
     @property
     def backward_began(self) -> bool:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from cannikin.core.planner import Decision, Noise
 from cannikin.core.values import NO_MAX, FloatArray, Plan, StepWindow
 from cannikin.errors import DisagreementError
-from cannikin.runtime.device import Device, HostCopy
+from cannikin.runtime.device import DEVICES, Device, HostCopy
 from cannikin.runtime.step import PendingSum, StepInProgress
 
 _log = logging.getLogger("cannikin")
@@ -53,8 +53,11 @@ _STEP = (
 )
 
 
+_BUCKET = ("ready_s", "done_s")  # of each of its buckets
+
+
 def _step_type(num_buckets: int) -> np.dtype[np.void]:
-    moments = [(name, np.float64, (num_buckets,)) for name in ("ready_s", "done_s")]
+    moments = [(name, np.float64, (num_buckets,)) for name in _BUCKET]
     return np.dtype([*((name, np.float64) for name in _STEP), *moments])
 
 
@@ -77,7 +80,7 @@ class Gathered:
 
 def start_reading(steps: list[StepInProgress], device: Device) -> HostCopy:
     """Begin to copy all that these steps measured on their device to the host."""
-    return device.copy([tensor for step in steps for tensor in (*chain(*step.norms()), *_scales(step))])
+    return device.copy([tensor for step in steps for tensor in (*chain(*step.norms().values()), *_scales(step))])
 
 
 def _scales(step: StepInProgress) -> list[torch.Tensor]:
@@ -85,17 +88,20 @@ def _scales(step: StepInProgress) -> list[torch.Tensor]:
     return [scale for scale in (step.loss_scale, step.next_scale) if scale is not None]
 
 
-def _read_norms(step: StepInProgress, values: Iterator[float]) -> list[float]:
-    """Return |g_i|^2, |g|^2 and g . g': NaN where not taken, infinite where the gradient was not finite.
+def _read_norms(step: StepInProgress, values: Iterator[float]) -> dict[str, float]:
+    """Return |g_i|^2, |g|^2 and g . g' as far as they were taken, infinite where the gradient was not finite.
 
     A GradScaler that lowers its scale after a step has found that in it; else the norms tell, or the sample.
     """
-    *norms, sample = ([next(values) for _ in kind] for kind in step.norms())
+    noted = {name: [next(values) for _ in parts] for name, parts in step.norms().items()}
     scale, after = [next(values) for _ in _scales(step)] or (1.0, 1.0)
-    sums = [_unscaled(sum(kind), scale) if kind else math.nan for kind in norms]
-    if after < scale or not math.isfinite(sum(sample)):
-        sums[1] = math.inf
-    return [sums[0] * step.norm_scale, *sums[1:]]
+    sample = sum(noted.pop("sample", ()))
+    sums = {name: _unscaled(sum(parts), scale) for name, parts in noted.items()}
+    if "local_sqnorm" in sums:
+        sums["local_sqnorm"] *= step.norm_scale
+    if after < scale or not math.isfinite(sample):
+        sums["global_sqnorm"] = math.inf
+    return sums
 
 
 def _unscaled(norm: float, scale: float) -> float:
@@ -131,7 +137,8 @@ def encode_steps(
         row["before_s"] = record.before_s + usual
         row["load_s"] = record.load_s
         row["other_s"] = max(0.0, record.other_s - usual)
-        row["local_sqnorm"], row["global_sqnorm"], row["previous_dot"] = _read_norms(step, values)
+        for name, value in _read_norms(step, values).items():
+            row[name] = value
         if row["valid"]:
             row["ready_s"], row["done_s"] = record.ready_s, record.done_s
     head = np.array([num_ahead, max_batch], dtype=np.float64)
@@ -141,7 +148,7 @@ def encode_steps(
 def decode_steps(sent: torch.Tensor, num_steps: int) -> npt.NDArray[Any]:
     """Return what ranks sent of each step, as records with the columns' names, [S, n]."""
     numbers = sent[:, len(_RANK) :].numpy()
-    num_buckets = (numbers.shape[1] // num_steps - len(_STEP)) // 2
+    num_buckets = (numbers.shape[1] // num_steps - len(_STEP)) // len(_BUCKET)
     table: npt.NDArray[Any] = np.ascontiguousarray(numbers).view(_step_type(num_buckets)).T
     return table
 
@@ -357,7 +364,7 @@ def _pause() -> None:
 
 def _timeout(group: Any) -> timedelta | None:
     """Return the time limit of the model's own group: a new group would have torch's default, half an hour."""
-    for kind in ("cuda", "cpu"):
+    for kind in reversed(DEVICES):
         with suppress(RuntimeError, AttributeError):
             timeout: timedelta = group._get_backend(torch.device(kind)).options._timeout
             return timeout
