@@ -21,7 +21,6 @@ CUDA_TORCH = TorchFacts(version="2.11.0", build="CUDA 12.8", backends=("gloo", "
 LAPTOP = Facts(
     torch=CPU_TORCH,
     num_cores=8,
-    host_resolves=True,
     mechanisms={"portable": None, "hosts": "network namespaces need root"},
 )
 MIXED_BOX = replace(LAPTOP, torch=replace(CUDA_TORCH, devices=("A100", "A100", "T4")), num_gpus=3)
@@ -95,28 +94,19 @@ def test_a_backend_that_is_asked_for_and_not_there_stops_a_run():
 # GPUs
 
 
-def test_gpus_that_a_cpu_build_cannot_use_are_a_warning():
+def test_gpus_that_torch_cannot_use_are_a_warning():
     diagnosis = diagnose(replace(MIXED_BOX, torch=CPU_TORCH))
     assert find(diagnosis, "use").level == "warning"
-    assert "3 GPUs cannot be used by this PyTorch" in diagnosis.summary
+    assert "built for CPU, can use none of 3 GPUs" in find(diagnosis, "use").text
+    assert "3 GPUs cannot be used" in diagnosis.summary
 
 
-def test_gpus_that_torch_cannot_use_come_with_its_reason():
-    torch = replace(CUDA_TORCH, devices=(), problem="CUDA initialization: driver too old")
-    assert "driver too old" in find(diagnose(replace(MIXED_BOX, torch=torch)), "use").text
-    hidden = under(replace(MIXED_BOX, torch=torch), CUDA_VISIBLE_DEVICES="")
+def test_gpus_that_are_hidden_from_torch_come_with_that_reason():
+    hidden = under(replace(MIXED_BOX, torch=CUDA_TORCH), CUDA_VISIBLE_DEVICES="")
     assert "CUDA_VISIBLE_DEVICES= hides them" in find(diagnose(hidden), "use").text
-    assert "driver too old" in find(diagnose(replace(LAPTOP, torch=torch)), "GPUs").text
 
 
-def test_what_torch_warns_of_is_quoted():
-    torch = replace(CUDA_TORCH, devices=("V100",), problem="Found GPU0 V100 which is of cuda capability 7.0.")
-    finding = find(diagnose(replace(MIXED_BOX, torch=torch, num_gpus=1)), "use")
-    assert finding.level == "warning"
-    assert "capability 7.0" in finding.text
-
-
-# Host and network
+# Host and loopback
 
 
 def test_eight_ranks_without_omp_num_threads_fight_for_the_cores():
@@ -133,10 +123,6 @@ def test_threads_of_all_ranks_must_fit_the_cores(threads, ranks, level):
     assert find(diagnose(facts), "threads").level == level
 
 
-def test_a_host_that_does_not_know_its_own_name_is_told_what_to_write():
-    assert "/etc/hosts" in find(diagnose(replace(LAPTOP, host_resolves=False)), "own name").advice
-
-
 def test_what_gloo_reaches_is_said_to_be_loopback():
     good = diagnose(replace(LAPTOP, loopback=LoopbackFacts(latency_s=2e-4, bytes_per_s=1.2e9)))
     assert "loopback: 200 microseconds per small all-reduce, 1.2 GB/s" in find(good, "gloo").text
@@ -147,28 +133,19 @@ def test_what_gloo_reaches_is_said_to_be_loopback():
 
 # Launch
 
-TORCHRUN = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
 
 
-def test_a_rank_under_torchrun_is_told_where_it_meets_the_others():
+def test_a_rank_under_torchrun_is_told_which_it_is():
     finding = find(diagnose(under(MIXED_BOX, **TORCHRUN)), "torchrun")
-    assert finding.level == "ok"
-    assert finding.text.startswith("rank 1 of 3, to meet at node0:29500")
+    assert (finding.level, finding.text) == ("ok", "rank 1 of 3")
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"RANK": "3"}, "is no rank"),
-        ({"RANK": "one"}, "is no rank"),
-        ({"MASTER_ADDR": ""}, "MASTER_ADDR is not"),
-        ({"MASTER_PORT": ""}, "MASTER_PORT is not"),
-    ],
-)
-def test_ranks_that_cannot_meet_cannot_train(changes, words):
-    diagnosis = diagnose(under(MIXED_BOX, **(TORCHRUN | changes)))
+@pytest.mark.parametrize("rank", ["3", "one"])
+def test_a_rank_that_is_none_of_the_world_cannot_train(rank):
+    diagnosis = diagnose(under(MIXED_BOX, **(TORCHRUN | {"RANK": rank})))
     assert not diagnosis.possible
-    assert words in find(diagnosis, "torchrun").text
+    assert "is no rank" in find(diagnosis, "torchrun").text
 
 
 def test_a_rank_without_a_world_size_would_train_alone():
@@ -188,7 +165,7 @@ SLURM = {"SLURM_JOB_ID": "42", "SLURM_NNODES": "2"}
 def test_slurm_tasks_that_are_ranks_need_torchs_variables():
     facts = under(MIXED_BOX, **SLURM, SLURM_NTASKS="6", SLURM_NTASKS_PER_NODE="3")
     assert find(diagnose(facts), "Slurm").level == "warning"
-    exported = under(facts, RANK="0", WORLD_SIZE="6", MASTER_ADDR="node0", MASTER_PORT="1")
+    exported = under(facts, RANK="0", WORLD_SIZE="6")
     assert find(diagnose(exported), "torchrun").level == "ok"
 
 
@@ -211,17 +188,6 @@ def test_a_misspelt_variable_is_named_with_what_was_meant():
     assert finding.advice == "Did you mean CANNIKIN_POLICY?"
 
 
-def test_a_policy_that_does_not_exist_stops_a_run():
-    assert not diagnose(under(LAPTOP, CANNIKIN_POLICY="luck")).possible
-    assert diagnose(under(LAPTOP, CANNIKIN_POLICY="lb_bsp")).possible
-
-
-@pytest.mark.parametrize(("name", "value"), [("CUDA_LAUNCH_BLOCKING", "1"), ("TORCH_DISTRIBUTED_DEBUG", "detail")])
-def test_a_variable_that_slows_a_run_is_a_warning(name, value):
-    assert find(diagnose(under(MIXED_BOX, **{name: value})), "variables").level == "warning"
-    assert "variables" not in {f.subject for f in diagnose(under(MIXED_BOX, **{name: "0"})).findings}
-
-
 def test_every_variable_that_the_source_reads_is_known():
     read = {name for path in SOURCE.rglob("*.py") for name in re.findall(r"\bCANNIKIN_[A-Z_]+\b", path.read_text())}
     assert read == set(KNOWN_VARIABLES)
@@ -235,12 +201,12 @@ def test_mechanisms_of_the_lab_say_why_they_cannot_be_had():
 
 # Laws
 
-values = st.sampled_from(["", "0", "1", "3", "64", "-1", "x", "localhost", "even", "gloo", "2.5", "DETAIL"])
+values = st.sampled_from(["", "0", "1", "3", "64", "-1", "x", "localhost", "even", "gloo", "2.5"])
 names = st.sampled_from(
     (
-        *("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "SLURM_JOB_ID"),
+        *("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "SLURM_JOB_ID"),
         *("SLURM_NNODES", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "CANNIKIN_POLICY", "CANNIKIN_X"),
-        *("CANNIKIN_BACKEND", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "TORCH_DISTRIBUTED_DEBUG"),
+        *("CANNIKIN_BACKEND", "CUDA_VISIBLE_DEVICES"),
     )
 )
 

@@ -37,7 +37,7 @@ BOX = Facts(torch=TorchFacts(version="2.13.0+cpu"), num_cores=2)
 
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    foreign = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CANNIKIN_POLICY", "CANNIKIN_BACKEND")
+    foreign = ("RANK", "WORLD_SIZE", "CANNIKIN_POLICY", "CANNIKIN_BACKEND")
     kept = {name: value for name, value in os.environ.items() if name not in foreign}
     command = (sys.executable, *command)
     return subprocess.run(command, env=kept | environment, capture_output=True, text=True, timeout=110)
@@ -89,13 +89,13 @@ def shown(monkeypatch):
 
 
 def test_the_exit_status_is_0_with_warnings_and_1_with_a_blocker(shown):
-    assert shown(replace(BOX, host_resolves=False)).exit_code == 0
-    assert shown(replace(BOX, environment={"CANNIKIN_POLICY": "luck"})).exit_code == 1
+    assert shown(replace(BOX, environment={"RANK": "0"})).exit_code == 0
+    assert shown(replace(BOX, environment={"CANNIKIN_BACKEND": "luck"})).exit_code == 1
 
 
 def test_every_line_fits_80_columns(shown):
     name = "a-host-with-a-name-that-goes-on-and-on" * 3
-    facts = replace(BOX, hostname=name, host_resolves=False, environment={"CANNIKIN_" + "X" * 90: "1"})
+    facts = replace(BOX, hostname=name, environment={"CANNIKIN_" + "X" * 90: "1"})
     lines = shown(facts).stdout.splitlines()
     assert max(map(len, lines)) <= 80
 
@@ -116,14 +116,14 @@ def test_levels_are_words_so_that_colours_are_not_needed():
 
 
 def test_a_box_under_torchrun_prints_its_golden(shown, golden):
-    launch = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+    launch = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
     facts = Facts(
         torch=TorchFacts(
             version="2.11.0", build="CUDA 12.8", backends=("gloo", "nccl"), devices=("A100", "A100", "T4")
         ),
         num_gpus=3,
         num_cores=64,
-        environment={**launch, "CANNIKIN_POLICE": "even", "CUDA_LAUNCH_BLOCKING": "1"},
+        environment={**launch, "CANNIKIN_POLICE": "even"},
         mechanisms={"portable": None, "hosts": "network namespaces need root"},
         loopback=LoopbackFacts(latency_s=2e-4, bytes_per_s=1.2e9),
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cannikin.doctor.probes import Facts, num_gpus, relevant_environment, resolves
+from cannikin.doctor.probes import Facts, num_gpus, relevant_environment
 from cannikin.doctor.torch_probes import NoAnswerError, ask, measure_loopback
 
 # Asking
@@ -21,30 +21,25 @@ def python(code: str, *arguments: str) -> list[str]:
 
 
 def test_an_answer_is_the_last_line_that_a_command_prints():
-    assert ask([python("print('noise'); print('[1, 2]')")], list[int], limit_s=30) == [1, 2]
+    assert ask(python("print('noise'); print('[1, 2]')"), list[int], limit_s=30) == [1, 2]
 
 
 @pytest.mark.parametrize("code", ["", "print('no JSON')", "print('\"text\"')"], ids=["nothing", "words", "wrong kind"])
 def test_a_command_that_prints_no_answer_is_a_problem(code):
     with pytest.raises(NoAnswerError, match="it ended without a result"):
-        ask([python(code)], int, limit_s=30)
+        ask(python(code), int, limit_s=30)
 
 
 def test_a_command_that_fails_is_quoted_by_its_last_line():
     with pytest.raises(NoAnswerError, match=r"^last$"):
-        ask([python("import sys; sys.exit('first\\n  last  \\n')")], str, limit_s=30)
-
-
-def test_a_command_that_is_not_there_is_a_problem_in_words():
-    with pytest.raises(NoAnswerError, match="/none/such: No such file"):
-        ask([["/none/such"]], str, limit_s=5)
+        ask(python("import sys; sys.exit('first\\n  last  \\n')"), str, limit_s=30)
 
 
 def test_a_command_that_hangs_is_given_up_with_everything_it_started(tmp_path):
     mark = tmp_path / "pid"
     began = time.monotonic()
     with pytest.raises(NoAnswerError, match=r"^no answer within 1 s$"):
-        ask([["/bin/sh", "-c", f"sleep 60 & echo $! > {mark}; wait"]], str, limit_s=1)
+        ask(["/bin/sh", "-c", f"sleep 60 & echo $! > {mark}; wait"], str, limit_s=1)
     assert time.monotonic() - began < 30
     for _ in range(100):
         if not _runs(int(mark.read_text())):
@@ -58,17 +53,6 @@ def _runs(pid: int) -> bool:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return False
-
-
-def test_commands_run_side_by_side(tmp_path):
-    meet = """
-import os, sys, time
-open(sys.argv[1], 'w').close()
-while not os.path.exists(sys.argv[2]): time.sleep(.01)
-print(1)
-"""
-    first, second = str(tmp_path / "a"), str(tmp_path / "b")
-    assert ask([python(meet, first, second), python(meet, second, first)], int, limit_s=30) == 1
 
 
 def test_without_a_folder_for_temporary_files_the_all_reduce_says_why_not(monkeypatch):
@@ -88,19 +72,13 @@ def test_gpus_are_counted_by_their_devices(tmp_path):
     assert num_gpus(tmp_path) == 2
 
 
-def test_a_name_that_leads_nowhere_does_not_resolve():
-    assert resolves("127.0.0.1")
-    assert not resolves("no such name")
-    assert not resolves("x" * 100 + ".example")
-
-
 def test_no_secret_is_written_down():
     assert relevant_environment({"TOKEN": "x", "SLURM_JOB_ID": "1", "SLURM_PASSWORD": "y"}) == {"SLURM_JOB_ID": "1"}
 
 
 def test_variables_are_text_whatever_bytes_they_hold():
-    found = relevant_environment({"MASTER_ADDR": os.fsdecode(b"host\xff")})
-    assert found == {"MASTER_ADDR": "host\ufffd"}
+    found = relevant_environment({"CANNIKIN_DEVICE": os.fsdecode(b"host\xff")})
+    assert found == {"CANNIKIN_DEVICE": "host\ufffd"}
 
 
 def test_a_number_of_any_length_is_no_count():

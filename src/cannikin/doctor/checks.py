@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 
-from cannikin.core.policies import POLICIES
 from cannikin.doctor.probes import Facts
-from cannikin.doctor.torch_probes import LoopbackFacts, TorchFacts
+from cannikin.doctor.torch_probes import TorchFacts
 from cannikin.words import counted, kinds
 
 LEVELS = ("ok", "note", "warning", "blocker")
@@ -20,11 +19,6 @@ KNOWN_VARIABLES = {
     "CANNIKIN_LAB_DIR": "set by cannikin lab",
     "CANNIKIN_LAB_HOST": "set by cannikin lab",
 }
-# Variable, the value that changes what is measured, how.
-_SLOWING = (
-    ("CUDA_LAUNCH_BLOCKING", "1", "computing and communication do not overlap"),
-    ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "every collective is checked on all ranks first"),
-)
 _LEAST_TORCH = (2, 6)
 _INSTALL = "pip install 'cannikin[torch]'"
 _MOST_LIMITS = 4
@@ -93,7 +87,7 @@ def diagnose(facts: Facts) -> Diagnosis:
         >>> diagnose(Facts(torch_problem="")).summary
         'Training is impossible as things are: PyTorch is not installed.'
     """
-    areas = {"Software": _software, "GPUs": _gpus, "Host": _host, "Network": _network, "Launch": _launch, "Lab": _lab}
+    areas = {"Software": _software, "GPUs": _gpus, "Host": _host, "Network": _loopback, "Launch": _launch, "Lab": _lab}
     return Diagnosis({area: tuple(find(facts)) for area, find in areas.items()})
 
 
@@ -107,8 +101,9 @@ def _software(facts: Facts) -> Iterator[Finding]:
         yield _torch(facts.torch)
         yield _backends(facts, facts.torch)
     elif facts.torch_problem:
-        text, advice = f"PyTorch cannot be imported: {facts.torch_problem}", f"Install it anew: {_INSTALL}."
-        yield _blocker("PyTorch", text, advice, limits="PyTorch cannot be imported")
+        text = f"PyTorch does not work here: {facts.torch_problem}"
+        advice = f"See python -m torch.utils.collect_env, or install it anew: {_INSTALL}."
+        yield _blocker("PyTorch", text, advice, limits="PyTorch does not work here")
     else:
         advice = f"Install it: {_INSTALL}; plan and simulate work without it."
         yield _blocker("PyTorch", "PyTorch is not installed", advice)
@@ -165,40 +160,25 @@ def _gpus(facts: Facts) -> Iterator[Finding]:
         yield _note("GPUs", f"unlike GPUs: {kinds(facts.torch.devices)}", advice)
     else:
         yield _ok("GPUs", kinds(facts.torch.devices))
-    if facts.torch.problem is not None:
-        yield _warning(
-            "use",
-            f"PyTorch warns: {facts.torch.problem}",
-            "Install a build of PyTorch that supports this GPU, or leave it out with CUDA_VISIBLE_DEVICES.",
-            limits="PyTorch warns of a GPU",
-        )
 
 
 def _no_gpu(facts: Facts, torch: TorchFacts) -> Finding:
-    """Say why torch can use none: there is none, or it silently computes on the CPU although there are some."""
+    """Say that there is none, or that ranks would silently compute on the CPU although there are some."""
     if not facts.num_gpus:
-        why = f" (PyTorch: {torch.problem})" if torch.problem else ""
         cores = counted(facts.num_cores, "CPU core")
-        return _note("GPUs", f"none: ranks compute on the CPU{why}", limits=f"no GPU, so ranks share {cores}")
+        return _note("GPUs", "none: ranks compute on the CPU", limits=f"no GPU, so ranks share {cores}")
     gpus = counted(facts.num_gpus, "GPU")
-    if torch.build == "CPU":
-        return _warning(
-            "use",
-            f"this PyTorch is a CPU build: it cannot use {gpus}",
-            "Install a CUDA build, as pytorch.org/get-started says for this driver.",
-            limits=f"{gpus} cannot be used by this PyTorch",
-        )
     visible = facts.environment.get("CUDA_VISIBLE_DEVICES")
-    reason = f"CUDA_VISIBLE_DEVICES={visible} hides them" if visible in {"", "-1"} else torch.problem or "unknown"
+    hidden = f"CUDA_VISIBLE_DEVICES={visible} hides them" if visible in {"", "-1"} else None
     return _warning(
         "use",
-        f"PyTorch can use no GPU: {reason}",
-        "Unset CUDA_VISIBLE_DEVICES, or see why torch.cuda.is_available() is False.",
+        f"this PyTorch, built for {torch.build}, can use none of {gpus}: {hidden or 'ranks would compute on the CPU'}",
+        "Unset CUDA_VISIBLE_DEVICES." if hidden else "See python -m torch.utils.collect_env and nvidia-smi.",
         limits=f"{gpus} cannot be used",
     )
 
 
-# Host and network
+# Host and loopback
 
 
 def _host(facts: Facts) -> Iterator[Finding]:
@@ -221,27 +201,19 @@ def _host(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def _network(facts: Facts) -> Iterator[Finding]:
-    if facts.host_resolves is False:
+def _loopback(facts: Facts) -> Iterator[Finding]:
+    measured = facts.loopback
+    if measured is None:
+        return
+    if measured.problem is not None:
         yield _warning(
-            "own name",
-            f"the name of this host, {facts.hostname}, leads to no address, which gloo asks for",
-            f"Add '127.0.0.1 {facts.hostname}' to /etc/hosts, or set GLOO_SOCKET_IFNAME.",
-            limits="gloo may not find its own address",
-        )
-    if facts.loopback is not None:
-        yield _loopback(facts.loopback)
-
-
-def _loopback(measured: LoopbackFacts) -> Finding:
-    if measured.problem is not None or not measured.latency_s or not measured.bytes_per_s:
-        return _warning(
             "gloo",
-            f"two processes on this host did not all-reduce: {measured.problem or 'nothing was measured'}",
+            f"two processes on this host did not all-reduce: {measured.problem}",
             "Try again on a quiet machine; if it stays, something forbids sockets on the loopback interface.",
             limits="gloo does not work between processes of this host",
         )
-    return _ok(
+        return
+    yield _ok(
         "gloo",
         f"two processes on this host's loopback: {measured.latency_s * 1e6:.0f} microseconds per small all-reduce, "
         f"{measured.bytes_per_s / 1e9:.2g} GB/s in a large one; it says nothing of links between hosts",
@@ -252,26 +224,25 @@ def _loopback(measured: LoopbackFacts) -> Finding:
 
 
 def _launch(facts: Facts) -> Iterator[Finding]:
-    """Say what the environment tells of ranks, and what else in it changes a run."""
+    """Say what the environment tells of ranks and of cannikin's own variables."""
     yield _torchrun(facts)
     yield from _ranks_per_gpu(facts)
     yield from _own_variables(facts)
-    for name, value, effect in _SLOWING:
-        if facts.environment.get(name, "").upper() == value:
-            advice = "Unset it, unless you are looking for a fault."
-            yield _warning("variables", f"{name}={value}: {effect}", advice, limits=f"{name} is set")
 
 
 def _torchrun(facts: Facts) -> Finding:
     """Say which rank this is; one without both RANK and WORLD_SIZE silently trains alone."""
     given = {name: facts.environment[name] for name in ("RANK", "WORLD_SIZE") if name in facts.environment}
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not facts.environment.get(name)]
-    rank, world = facts.count("RANK"), facts.count("WORLD_SIZE")
-    if not given:
-        if "SLURM_JOB_ID" in facts.environment and (facts.local_ranks or 1) > 1:
-            return _slurm(facts)
-        return _ok("torchrun", "not under it: a script started from here is one rank; torchrun starts several")
-    if len(given) == 1:
+    if len(given) == 2:
+        rank, world = facts.count("RANK"), facts.count("WORLD_SIZE")
+        if rank is not None and world is not None and rank < world:
+            return _ok("torchrun", f"rank {rank} of {world}")
+        return _blocker(  # torch waits for such a rank without a word
+            "torchrun",
+            f"RANK={given['RANK']} with WORLD_SIZE={given['WORLD_SIZE']} is no rank",
+            "RANK must be from 0 to WORLD_SIZE - 1: start the script with torchrun, which sets both.",
+        )
+    if given:
         (name,) = given
         return _warning(
             "torchrun",
@@ -279,30 +250,15 @@ def _torchrun(facts: Facts) -> Finding:
             "Set both, or start the script with torchrun.",
             limits="ranks do not know of one another",
         )
-    if rank is None or world is None or rank >= world:
-        return _blocker(
-            "torchrun",
-            f"RANK={given['RANK']} with WORLD_SIZE={given['WORLD_SIZE']} is no rank",
-            "RANK must be from 0 to WORLD_SIZE - 1: start the script with torchrun, which sets both.",
+    if "SLURM_JOB_ID" in facts.environment and (facts.local_ranks or 1) > 1:
+        return _warning(
+            "Slurm",
+            f"{facts.local_ranks} tasks per node: RANK and WORLD_SIZE are not set, and SLURM_PROCID is not read",
+            "Ask for one task per node and use torchrun, or export RANK=$SLURM_PROCID, WORLD_SIZE=$SLURM_NTASKS, "
+            "LOCAL_RANK=$SLURM_LOCALID, MASTER_ADDR and MASTER_PORT in each task.",
+            limits="each Slurm task would train alone",
         )
-    if missing:
-        return _blocker(
-            "torchrun",
-            f"RANK and WORLD_SIZE are set, {missing[0]} is not: ranks cannot find one another",
-            f"Set {missing[0]}, or start the script with torchrun, which does.",
-        )
-    where = f"{facts.environment['MASTER_ADDR']}:{facts.environment['MASTER_PORT']}"
-    return _ok("torchrun", f"rank {rank} of {world}, to meet at {where} (whether it can be reached was not tried)")
-
-
-def _slurm(facts: Facts) -> Finding:
-    return _warning(
-        "Slurm",
-        f"{facts.local_ranks} tasks per node: RANK and WORLD_SIZE are not set, and SLURM_PROCID is not read",
-        "Ask for one task per node and use torchrun, or export RANK=$SLURM_PROCID, WORLD_SIZE=$SLURM_NTASKS, "
-        "LOCAL_RANK=$SLURM_LOCALID, MASTER_ADDR and MASTER_PORT in each task.",
-        limits="each Slurm task would train alone",
-    )
+    return _ok("torchrun", "not under it: a script started from here is one rank; torchrun starts several")
 
 
 def _ranks_per_gpu(facts: Facts) -> Iterator[Finding]:
@@ -324,16 +280,12 @@ def _ranks_per_gpu(facts: Facts) -> Iterator[Finding]:
 def _own_variables(facts: Facts) -> Iterator[Finding]:
     """Say which variables of ours are set; an unknown one is probably a typing error, and would be ignored."""
     for name in sorted(name for name in facts.environment if name.startswith("CANNIKIN_")):
-        value = facts.environment[name]
         if name not in KNOWN_VARIABLES:
             near = get_close_matches(name, KNOWN_VARIABLES, n=1)
             meant = f"Did you mean {near[0]}?" if near else f"There are {', '.join(KNOWN_VARIABLES)}."
             yield _warning("variables", f"{name} is no variable of cannikin's, and is ignored", meant)
-        elif name == "CANNIKIN_POLICY" and value.replace("_", "-") not in POLICIES:
-            advice = f"Set it to one of {', '.join(POLICIES)}, or unset it."
-            yield _blocker("variables", f"CANNIKIN_POLICY={value} is no policy", advice)
         else:
-            yield _note("variables", f"{name}={value}: {KNOWN_VARIABLES[name]}")
+            yield _note("variables", f"{name}={facts.environment[name]}: {KNOWN_VARIABLES[name]}")
 
 
 def _lab(facts: Facts) -> Iterator[Finding]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import socket
-import threading
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,9 +15,8 @@ from cannikin.lab.mechanisms import MECHANISMS
 
 _NAMES = frozenset(
     {
-        *("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"),
+        *("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
         *("SLURM_JOB_ID", "SLURM_NNODES", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"),
-        *("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "TORCH_DISTRIBUTED_DEBUG"),
     }
 )
 
@@ -29,10 +26,9 @@ class Facts:
     """Everything the doctor knows; None is what could not be found out, or does not exist.
 
     Args:
-        torch_problem: why torch cannot be imported, "" where it is not installed; None where it can.
+        torch_problem: why torch does not work, "" where it is not installed; None where it does.
         num_gpus: NVIDIA GPUs that this process may open, whether or not torch can use them.
         num_cores: cores that this process may use.
-        host_resolves: whether this host's own name leads to an address; None if not tried.
         environment: the variables that matter to a launch, by name.
         mechanisms: why each mechanism of the lab cannot be had here, None where it can.
         loopback: None where it was not tried.
@@ -46,7 +42,6 @@ class Facts:
     torch_problem: str | None = None
     num_gpus: int = 0
     num_cores: int = 1
-    host_resolves: bool | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     mechanisms: Mapping[str, str | None] = field(default_factory=dict)
     loopback: LoopbackFacts | None = None
@@ -68,21 +63,18 @@ class Facts:
 
 def look(*, quick: bool = False) -> Facts:
     """Look at this machine and this environment; `quick` leaves the all-reduce between two processes out."""
-    environment = relevant_environment(dict(os.environ))
     torch, torch_problem = ask_torch()
-    hostname = socket.gethostname()
     can_reduce = torch is not None and "gloo" in torch.backends
     return Facts(
         python=platform.python_version(),
         system=f"{platform.system()} {platform.release()}",
-        hostname=hostname,
+        hostname=socket.gethostname(),
         cannikin=__version__,
         torch=torch,
         torch_problem=torch_problem,
         num_gpus=num_gpus(),
         num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        host_resolves=resolves(hostname),
-        environment=environment,
+        environment=relevant_environment(dict(os.environ)),
         mechanisms={name: mechanism.unavailable() for name, mechanism in MECHANISMS.items()},
         loopback=measure_loopback() if can_reduce and not quick else None,
     )
@@ -101,20 +93,6 @@ def relevant_environment(environment: dict[str, str]) -> dict[str, str]:
 def num_gpus(devices: Path = Path("/dev")) -> int:
     """Count the NVIDIA GPUs that this process may open, without asking the driver, which can hang."""
     return len(list(devices.glob("nvidia[0-9]*")))
-
-
-def resolves(name: str, *, limit_s: float = 3.0) -> bool:
-    """Return whether a name leads to an address; nothing is sent there, and a look-up that hangs is left behind."""
-    found = []
-
-    def look_up() -> None:
-        with suppress(OSError, ValueError):
-            found.append(socket.getaddrinfo(name, None))
-
-    thread = threading.Thread(target=look_up, daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    return bool(found)
 
 
 def _text(value: str) -> str:

@@ -1,7 +1,7 @@
 """Asks torch in processes of their own, for a limited time: what they initialise ends with them, and nothing hangs.
 
 python -m cannikin.doctor.torch_probes                 prints `TorchFacts` as one line of JSON
-python -m cannikin.doctor.torch_probes RANK FOLDER     one of the two ranks of an all-reduce; prints `LoopbackFacts`
+python -m cannikin.doctor.torch_probes FOLDER          has two ranks all-reduce; prints `LoopbackFacts`
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 import timeit
-import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from multiprocessing import get_context
+from typing import TypeVar
 
 import msgspec
 
@@ -42,22 +42,20 @@ class TorchFacts:
         build: what it was built for, such as "CUDA 12.8"; "CPU" where it was built for no GPU.
         backends: of its process groups, such as ("gloo", "nccl"); none where it has no torch.distributed.
         devices: names of the GPUs it can use, in its order.
-        problem: why it can use no GPU, or its warning about one, in its own words; None where there is neither.
     """
 
     version: str
     build: str = "CPU"
     backends: tuple[str, ...] = ("gloo",)
     devices: tuple[str, ...] = ()
-    problem: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopbackFacts:
     """A gloo all-reduce between two processes of this host: time of a small one, bytes per second of a large one."""
 
-    latency_s: float | None = None
-    bytes_per_s: float | None = None
+    latency_s: float = 0.0
+    bytes_per_s: float = 0.0
     problem: str | None = None
 
 
@@ -66,7 +64,7 @@ def ask_torch() -> tuple[TorchFacts | None, str | None]:
     if not _is_installed():
         return None, ""
     try:
-        return ask([[sys.executable, "-m", __name__]], TorchFacts, limit_s=_IMPORT_LIMIT_S), None
+        return ask([sys.executable, "-m", __name__], TorchFacts, limit_s=_IMPORT_LIMIT_S), None
     except NoAnswerError as error:
         return None, str(error)
 
@@ -78,8 +76,8 @@ def measure_loopback() -> LoopbackFacts:
     environment |= {"GLOO_SOCKET_IFNAME": loopback, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     try:
         with tempfile.TemporaryDirectory(prefix="cannikin-doctor-") as folder:
-            commands = [[sys.executable, "-m", __name__, str(rank), folder] for rank in range(2)]
-            return ask(commands, LoopbackFacts, limit_s=_LOOPBACK_LIMIT_S, environment=environment)
+            command = [sys.executable, "-m", __name__, folder]
+            return ask(command, LoopbackFacts, limit_s=_LOOPBACK_LIMIT_S, environment=environment)
     except NoAnswerError as error:
         return LoopbackFacts(problem=str(error))
     except OSError as error:
@@ -93,55 +91,41 @@ class NoAnswerError(Exception):
     """Why a process gave no answer, in words for people."""
 
 
-def ask(
-    commands: Sequence[Sequence[str]], kind: type[T], *, limit_s: float, environment: Mapping[str, str] | None = None
-) -> T:
-    """Run commands side by side and return what the first prints, as JSON in its last line.
+def ask(command: Sequence[str], kind: type[T], *, limit_s: float, environment: Mapping[str, str] | None = None) -> T:
+    """Run a command and return what it prints, as JSON in its last line.
 
-    After `limit_s` all are killed, with all that they started. One that hangs inside the kernel (a GPU that does not
+    After `limit_s` it is killed, with all that it started. A command that hangs inside the kernel (a GPU that does not
     answer) cannot be killed at once: it is left to die by itself.
 
     Raises:
-        NoAnswerError: one of them failed or took longer.
+        NoAnswerError: it failed, which is quoted by its last line, or took longer.
     """
-    end_s = time.monotonic() + limit_s
-    pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    running: list[subprocess.Popen[str]] = []
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
     try:
-        for command in commands:
-            process = subprocess.Popen(
-                command, env=environment, text=True, errors="replace", start_new_session=True, **pipes
-            )
-            running.append(process)
-        texts = [_text(process, end_s - time.monotonic()) for process in running]
-        return msgspec.json.decode(texts[0].splitlines()[-1], type=kind)
+        text, words = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         raise NoAnswerError(f"no answer within {limit_s:g} s") from None
-    except (IndexError, msgspec.DecodeError):
-        raise NoAnswerError("it ended without a result") from None
-    except OSError as error:
-        raise NoAnswerError(f"{commands[0][0]}: {error.strerror}") from None
     finally:
-        for process in running:
-            _end(process)
-
-
-def _text(process: subprocess.Popen[str], limit_s: float) -> str:
-    """Return what a process prints; one that fails is quoted by its last line."""
-    text, words = process.communicate(timeout=max(0.0, limit_s))
+        if process.poll() is None:
+            with suppress(OSError, subprocess.TimeoutExpired):
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate(timeout=1.0)  # closes its pipes
     if process.returncode != 0:
         lines = [line.strip() for line in (words or text).splitlines() if line.strip()]
         raise NoAnswerError(lines[-1] if lines else f"exit status {process.returncode}")
-    return text
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """Kill a process that still runs, and whatever it started."""
-    if process.poll() is None:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-    with suppress(subprocess.TimeoutExpired):
-        process.communicate(timeout=1.0)  # closes its pipes
+    try:
+        return msgspec.json.decode(text.splitlines()[-1], type=kind)
+    except (IndexError, msgspec.DecodeError):
+        raise NoAnswerError("it ended without a result") from None
 
 
 def _is_installed() -> bool:
@@ -160,49 +144,33 @@ def _look_at_torch() -> TorchFacts:
 
     known = ("gloo", "nccl", "mpi", "ucc") if dist.is_available() else ()
     cuda, rocm = torch.version.cuda, torch.version.hip
-    devices, problem = _devices() if cuda or rocm else ((), None)
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return TorchFacts(
         version=str(torch.__version__),
         build=f"CUDA {cuda}" if cuda else f"ROCm {rocm}" if rocm else "CPU",
         backends=tuple(name for name in known if getattr(dist, f"is_{name}_available", bool)()),
-        devices=devices,
-        problem=problem,
+        devices=tuple(torch.cuda.get_device_name(k) for k in range(num_devices)),
     )
 
 
-def _devices() -> tuple[tuple[str, ...], str | None]:
-    """Return names of the GPUs, and why there are none or what torch warns of, such as a GPU it has no kernels for."""
-    import torch
-
-    devices: tuple[str, ...] = ()
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        try:
-            if torch.cuda.is_available():
-                devices = tuple(torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count()))
-        except Exception as error:
-            return (), _one_line(error)
-    if warned:
-        return devices, _one_line(warned[0].message)
-    return devices, None if devices else "torch.cuda.is_available() is False"
+def _all_reduces(folder: str) -> LoopbackFacts:
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        (latency_s, large_s), _ = pool.map(_all_reduce_s, range(2), [folder] * 2)
+    return LoopbackFacts(latency_s=latency_s, bytes_per_s=4 * _LARGE / large_s)
 
 
-def _one_line(words: object) -> str:
-    """Return torch's words without their line breaks and the place in its source where they come from."""
-    return " ".join(str(words).partition("(Triggered internally")[0].split()) or "unknown"
-
-
-def _all_reduce(rank: int, folder: str) -> LoopbackFacts:
+def _all_reduce_s(rank: int, folder: str) -> tuple[float, float]:
+    """Return the seconds of a small and a large all-reduce with the other rank."""
     import torch
     import torch.distributed as dist
 
     limit = timedelta(seconds=_LOOPBACK_LIMIT_S)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=limit)
     small, large = torch.zeros(1), torch.zeros(_LARGE)
-    latency_s = _median_s(lambda: dist.all_reduce(small), num_times=50)
+    small_s = _median_s(lambda: dist.all_reduce(small), num_times=50)
     large_s = _median_s(lambda: dist.all_reduce(large), num_times=5)
     dist.destroy_process_group()
-    return LoopbackFacts(latency_s=latency_s, bytes_per_s=4 * _LARGE / large_s)
+    return small_s, large_s
 
 
 def _median_s(call: Callable[[], object], num_times: int) -> float:
@@ -211,5 +179,5 @@ def _median_s(call: Callable[[], object], num_times: int) -> float:
 
 
 if __name__ == "__main__":
-    result = _all_reduce(int(sys.argv[1]), sys.argv[2]) if sys.argv[1:] else _look_at_torch()
+    result = _all_reduces(sys.argv[1]) if sys.argv[1:] else _look_at_torch()
     print(msgspec.json.encode(result).decode())
