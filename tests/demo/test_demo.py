@@ -15,7 +15,7 @@ from rich.console import Console
 
 from cannikin.cli import main
 from cannikin.demo.comparison import Bars, RankLines, results_table
-from cannikin.demo.tasks import DEFAULT_POLICIES, SPEEDS, TASKS, Result, quick
+from cannikin.demo.tasks import DEFAULT_POLICIES, SPEEDS, Result, Task, quick
 from cannikin.runlog import Header, JobInfo, RankInfo, RunLogWriter, WindowRecord, read_runlog
 
 RESULT = Result(
@@ -53,7 +53,7 @@ def test_the_table_has_the_fastest_first_and_says_what_the_ranks_were():
     totals = [(1, 48), (30, 96), (60, 120)]
     fast = replace(RESULT, policy="cannikin", seconds_to_target=5.0, total_batches=totals)
     never = replace(RESULT, policy="adaptdl", seconds_to_target=None)
-    text = shown(results_table(TASKS["digits"], SPEEDS, [never, slow, fast]))
+    text = shown(results_table(Task(), SPEEDS, [never, slow, fast]))
     assert text.index("cannikin") < text.index("even") < text.index("adaptdl")
     assert "3 ranks of speed 1, 0.5, 0.25" in text
     assert "48 > 96 > 120" in text
@@ -62,14 +62,14 @@ def test_the_table_has_the_fastest_first_and_says_what_the_ranks_were():
 
 def test_without_a_terminal_there_is_one_line_per_policy(capsys):
     console = Console(width=200, force_terminal=False)
-    with Bars(TASKS["digits"], ["even"], console) as bars:
+    with Bars(Task(), ["even"], console) as bars:
         bars.show(replace(RESULT, is_done=False, accuracy=0.5, curve=[(1.0, 72, 0.5)]))
         bars.show(RESULT)
     assert capsys.readouterr().out.splitlines() == ["even: 97.5% in 12.0 s, 48 = 16 + 16 + 16"]
 
 
 def test_quick_lowers_the_target_and_nothing_of_the_training():
-    task, small = TASKS["digits"], quick(TASKS["digits"])
+    task, small = Task(), quick(Task())
     assert small.target < task.target
     assert (small.lr, small.batch_size, small.seed) == (task.lr, task.batch_size, task.seed)
 
@@ -79,8 +79,6 @@ def test_quick_lowers_the_target_and_nothing_of_the_training():
     [
         (["--policy", "best"], "'best' is not one of"),
         (["--ranks", "1,0"], "speed"),
-        (["--dataset", "fashion-mnist"], "say where it is with --data DIR"),
-        (["--dataset", "fashion-mnist", "--data", "."], "is it Fashion-MNIST's folder?"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_status_2_and_leaves_nothing_behind(arguments, words, tmp_path, monkeypatch):
@@ -160,7 +158,7 @@ def write_log(folder: Path, device: str) -> None:
 def test_on_a_terminal_the_ranks_of_the_policy_that_trains_are_shown_below_the_bars(tmp_path):
     write_log(tmp_path / "even", "first device")
     console = Console(width=100, height=40, file=io.StringIO(), force_terminal=True)
-    with Bars(TASKS["digits"], ["even", "cannikin"], console, tmp_path):
+    with Bars(Task(), ["even", "cannikin"], console, tmp_path):
         assert "first device" in console.file.getvalue()
 
 
@@ -168,7 +166,7 @@ def test_a_policy_that_is_done_keeps_its_bar_and_the_next_ones_panel_comes(tmp_p
     write_log(tmp_path / "even", "first device")
     write_log(tmp_path / "cannikin", "second device")
     console = Console(width=100, height=40, file=io.StringIO(), force_terminal=True)
-    with Bars(TASKS["digits"], ["even", "cannikin"], console, tmp_path) as bars:
+    with Bars(Task(), ["even", "cannikin"], console, tmp_path) as bars:
         bars.show(RESULT)
         drawn = shown(bars.get_renderable())
         assert "97.5% in 12.0 s" in drawn
@@ -183,5 +181,5 @@ def test_before_the_first_steps_and_with_a_foreign_log_there_are_only_bars(tmp_p
     (tmp_path / "cannikin").mkdir()
     (tmp_path / "cannikin" / "runlog.jsonl").write_text("something else\n")
     for policy in ("even", "cannikin"):
-        with Bars(TASKS["digits"], [policy], console, tmp_path) as bars:
+        with Bars(Task(), [policy], console, tmp_path) as bars:
             assert "step time" not in shown(bars.get_renderable())

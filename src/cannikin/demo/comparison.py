@@ -19,7 +19,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from cannikin.demo.tasks import Result, Task, check_folder
+from cannikin.demo.tasks import Result, Task
 from cannikin.errors import CannikinError, RunLogError
 from cannikin.lab.cluster import LabCluster
 from cannikin.lab.launch import launch
@@ -31,23 +31,16 @@ SUMMARY_NAME = "summary.json"
 _REFRESHES_PER_S = 2  # the ranks need the processor
 
 
-def run_demo(
-    task: Task, *, policies: list[str], speeds: tuple[float, ...], data: Path | None, out: Path, console: Console
-) -> None:
+def run_demo(task: Task, *, policies: list[str], speeds: tuple[float, ...], out: Path, console: Console) -> None:
     """Train under every policy on ranks of these speeds, and compare.
 
     Leaves a run log per policy and `summary.json` under `out`.
     """
-    check_folder(task.dataset, data)
     cluster = LabCluster(speeds=speeds, sample_s=task.sample_ms / 1e3, fixed_s=task.fixed_ms / 1e3)
-    if task.dataset == "digits" and data is not None:
-        console.print(f"--data {data} is not used: scikit-learn brings the digits.", highlight=False)
     console.print(f"Training on {_goal(task)} on {_ranks(speeds)}.", highlight=False)
     out.mkdir(parents=True, exist_ok=True)
     results: list[Result] = []
-    script = ["-m", "cannikin.demo.train", "--task", msgspec.json.encode(task).decode()]
-    script += ["--policies", ",".join(policies), "--run-dir", str(out)]
-    script += ["--data", str(data)] if data is not None else []
+    script = ["-m", "cannikin.demo.train", msgspec.json.encode(task).decode(), ",".join(policies), str(out)]
     with Bars(task, policies, console, out) as bars:
 
         def take(text: str) -> None:
@@ -178,7 +171,7 @@ def results_table(task: Task, speeds: tuple[float, ...], results: list[Result]) 
 
 
 def _goal(task: Task) -> str:
-    return f"{task.dataset} to {task.target:.0%} accuracy"
+    return f"digits to {task.target:.0%} accuracy"
 
 
 def _ranks(speeds: tuple[float, ...]) -> str:

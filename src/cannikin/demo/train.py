@@ -1,4 +1,4 @@
-"""What every rank of the demonstration runs: the task under each policy in turn, `python -m cannikin.demo.train`.
+"""What every rank of the demonstration runs: `python -m cannikin.demo.train TASK POLICY,POLICY RUN_DIR`, TASK as JSON.
 
 Rank 0 prints a `Result` as one line of JSON after each evaluation, and once a policy is done. Data and
 network are small enough for two cores, and real enough to learn something.
@@ -6,24 +6,20 @@ network are small enough for two cores, and real enough to learn something.
 
 from __future__ import annotations
 
-import argparse
-import gzip
-import io
-import lzma
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from cannikin.demo.tasks import FASHION_MNIST_FILES, Result, Task, check_folder
+from cannikin.demo.tasks import Result, Task
 from cannikin.errors import InvalidInputError
 from cannikin.runtime.loader import HeteroDataLoader
 from cannikin.runtime.parallel import HeteroDataParallel
@@ -32,11 +28,11 @@ from cannikin.runtime.parallel import HeteroDataParallel
 class Run:
     """One policy's training: seconds count while it trains, not while it evaluates."""
 
-    def __init__(self, task: Task, policy: str, folder: Path | None, run_dir: Path) -> None:
+    def __init__(self, task: Task, policy: str, run_dir: Path) -> None:
         torch.manual_seed(task.seed)
         self.task, self.policy = task, policy
-        data, self.images, self.labels = load_data(task.dataset, folder)
-        net = make_network(task.dataset)
+        data, self.images, self.labels = load_digits()
+        net = make_network()
         self.optimizer = torch.optim.SGD(net.parameters(), lr=task.lr, momentum=task.momentum)
         self.model = HeteroDataParallel(net, self.optimizer, policy=policy, run_dir=run_dir / policy)
         self.loader = HeteroDataLoader(
@@ -124,70 +120,32 @@ class Run:
         print(msgspec.json.encode(result).decode(), flush=True)
 
 
-# Data and networks.
+# Data and network.
 
 
-def load_data(dataset: str, folder: Path | None) -> tuple[TensorDataset, torch.Tensor, torch.Tensor]:
-    """Return the training samples, and the images and labels of the test set.
-
-    Args:
-        dataset: "digits", which scikit-learn brings, or "fashion-mnist".
-        folder: where Fashion-MNIST is: its four original .gz files, or images.npy.xz and labels.npz.
-    """
-    check_folder(dataset, folder)
-    return _digits() if folder is None or dataset == "digits" else _fashion_mnist(folder)
-
-
-def _digits() -> tuple[TensorDataset, torch.Tensor, torch.Tensor]:
-    """Return scikit-learn's 1,797 handwritten digits of 8x8 pixels, every fifth of them for the test."""
+def load_digits() -> tuple[TensorDataset, torch.Tensor, torch.Tensor]:
+    """Return the training samples, and images and labels of the test set: every fifth of 1,797 digits of 8x8 pixels."""
     try:
-        from sklearn.datasets import load_digits
+        from sklearn import datasets
     except ImportError as error:
         raise InvalidInputError("the demonstration needs scikit-learn: pip install 'cannikin[demo]'") from error
-    digits: Any = load_digits()
+    digits: Any = datasets.load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16 - 0.5
     labels = torch.tensor(digits.target)
     test = torch.arange(len(labels)) % 5 == 0
     return TensorDataset(images[~test], labels[~test]), images[test], labels[test]
 
 
-def _fashion_mnist(folder: Path) -> tuple[TensorDataset, torch.Tensor, torch.Tensor]:
-    compact = folder / FASHION_MNIST_FILES[0]
-    if compact.exists():
-        with lzma.open(compact) as file:
-            images = np.load(io.BytesIO(file.read()))
-        saved = np.load(folder / "labels.npz")
-        labels = np.concatenate([saved["train"], saved["test"]])
-    else:
-        images = np.concatenate([_idx(folder / f"{part}-images-idx3-ubyte.gz") for part in ("train", "t10k")])
-        labels = np.concatenate([_idx(folder / f"{part}-labels-idx1-ubyte.gz") for part in ("train", "t10k")])
-    pixels = torch.from_numpy(images).float().unsqueeze(1) / 255 - 0.3
-    classes = torch.from_numpy(labels).long()
-    # A quarter of each part, so that the demonstration ends in minutes.
-    return TensorDataset(pixels[:15000], classes[:15000]), pixels[60000:62500], classes[60000:62500]
-
-
-def _idx(path: Path) -> np.ndarray:
-    """Read an array in the format of the MNIST files."""
-    with gzip.open(path) as file:
-        content = file.read()
-    dimensions = content[3]
-    shape = np.frombuffer(content, ">u4", dimensions, 4)
-    return np.frombuffer(content, np.uint8, offset=4 + 4 * dimensions).reshape(shape).copy()
-
-
-def make_network(dataset: str) -> nn.Module:
+def make_network() -> nn.Module:
     """Make a small convolutional network; the seed set before decides its weights."""
-    side, stride = (8, 1) if dataset == "digits" else (28, 2)
-    width = -(-side // stride) // 2
     return nn.Sequential(
-        nn.Conv2d(1, 16, 3, stride, 1),
+        nn.Conv2d(1, 16, 3, padding=1),
         nn.ReLU(),
-        nn.Conv2d(16, 32, 3, 1, 1),
+        nn.Conv2d(16, 32, 3, padding=1),
         nn.ReLU(),
         nn.MaxPool2d(2),
         nn.Flatten(),
-        nn.Linear(32 * width * width, 64),
+        nn.Linear(32 * 4 * 4, 64),
         nn.ReLU(),
         nn.Linear(64, 10),
     )
@@ -195,17 +153,11 @@ def make_network(dataset: str) -> nn.Module:
 
 def main() -> None:
     """Train under every policy named."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--task", required=True, help="a Task as JSON")
-    parser.add_argument("--policies", required=True)
-    parser.add_argument("--data", type=Path)
-    parser.add_argument("--run-dir", type=Path, required=True)
-    options = parser.parse_args()
+    task, policies, run_dir = sys.argv[1:]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    task = msgspec.json.decode(options.task, type=Task)
-    for policy in options.policies.split(","):
-        Run(task, policy, options.data, options.run_dir).train()
+    for policy in policies.split(","):
+        Run(msgspec.json.decode(task, type=Task), policy, Path(run_dir)).train()
         dist.barrier()
     dist.destroy_process_group()
 
