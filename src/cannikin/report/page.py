@@ -15,7 +15,7 @@ import math
 import re
 from dataclasses import KW_ONLY, dataclass, field
 from importlib import resources
-from string import Template
+from itertools import chain
 from typing import Any, NamedTuple
 
 import msgspec
@@ -29,7 +29,6 @@ NO_WINDOWS = "The log holds no measured window yet."
 MOST_LINES = 8  # more lines than colours that can be told apart become a map of colours
 _FEW_POINTS = 40
 _LOG_LIMITS = (1e-300, 1e300)  # of what a damaged log may say; beyond them lie 0 and infinity
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
 
 
 class Key(NamedTuple):
@@ -40,7 +39,8 @@ class Key(NamedTuple):
     style: str = "fill"
 
 
-class View(NamedTuple):
+@dataclass(frozen=True)
+class View:
     """One of the drawings that a figure offers to choose from."""
 
     label: str
@@ -130,12 +130,7 @@ def log_axis(title: str, low: float, high: float) -> dict[str, Any]:
 
 
 def _log_ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Return round numbers from `low` to `high`: as many as there may be, powers of ten first.
-
-    Example:
-        >>> _log_ticks(8.0, 20000.0), _log_ticks(60.0, 2800.0), _log_ticks(41.0, 43.0)
-        ([10.0, 100.0, 1000.0, 10000.0], [100.0, 200.0, 500.0, 1000.0, 2000.0], [41.0, 42.0, 43.0])
-    """
+    """Return round numbers from `low` to `high`: as many as there may be, powers of ten first."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ticks: list[float] = []
     for firsts in ((1,), (1, 3), (1, 2, 5), (1, 2, 3, 4, 5, 7)):
@@ -169,14 +164,9 @@ def numbers(values: npt.ArrayLike) -> list[float | None]:
         >>> numbers([1234567.0, 0.123456789, float("nan")])
         [1234567.0, 0.123457, None]
     """
-    array = np.asarray(values, dtype=np.float64)
-    return [_short(value) for value in array.tolist()]
-
-
-def _short(value: float) -> float | None:
-    if not np.isfinite(value):
-        return None
-    return value if value.is_integer() else float(f"{value:.6g}")
+    plain: list[float] = np.asarray(values, dtype=np.float64).tolist()
+    digits = (value if value.is_integer() else float(f"{value:.6g}") for value in plain)
+    return [value if math.isfinite(value) else None for value in digits]
 
 
 def text(value: str) -> str:
@@ -221,18 +211,22 @@ def time_unit(longest_ms: float) -> tuple[str, float]:
 
 
 def make_page(title: str, sections: list[Section], plotly_js: str) -> str:
-    """Return the whole page."""
-    figures: dict[str, Any] = {}
-    body = "".join(_section(section, f"s{place}", figures, first=place == 0) for place, section in enumerate(sections))
-    return Template(_asset("page.html")).substitute(
-        policy=_POLICY,
-        title=html.escape(title),
-        style=_asset("page.css"),
-        body=body,
-        version=html.escape(__version__),
-        figures=_embedded(figures),
-        plotly=plotly_js,
-        program=_asset("page.js"),
+    """Return the whole page: assets/page.html, filled in."""
+    from jinja2 import Environment, PackageLoader
+
+    assets = Environment(
+        loader=PackageLoader("cannikin.report", "assets"), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    assets.filters |= {"unbroken": _unbroken, "arranged": _arranged}
+    figures = {
+        f"s{place}-{item.name}": {"layout": item.layout, "views": item.views}
+        for place, section in enumerate(sections)
+        for item in chain(*section.parts.values())
+        if isinstance(item, Figure)
+    }
+    page = assets.get_template("page.html")
+    return page.render(
+        title=title, sections=sections, version=__version__, figures=_embedded(figures), plotly=plotly_js
     )
 
 
@@ -240,16 +234,13 @@ def plotly_source() -> str:
     """Return Plotly's JavaScript, from the plotly package.
 
     Raises:
-        CannikinError: the package is not installed.
+        CannikinError: what makes pages is not installed.
     """
     try:
+        resources.files("jinja2")
         return (resources.files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
     except (ModuleNotFoundError, FileNotFoundError) as error:
-        raise CannikinError("the report needs plotly: pip install 'cannikin[report]'") from error
-
-
-def _asset(name: str) -> str:
-    return (resources.files("cannikin.report") / "assets" / name).read_text(encoding="utf-8")
+        raise CannikinError("the report needs plotly and jinja2: pip install 'cannikin[report]'") from error
 
 
 def _embedded(value: Any) -> str:
@@ -260,25 +251,10 @@ def _embedded(value: Any) -> str:
     return plain
 
 
-def _section(section: Section, name: str, figures: dict[str, Any], *, first: bool) -> str:
-    level = 1 if first else 2
-    sentences = "".join(f"<p>{_sentence(sentence)}</p>\n" for sentence in section.sentences)
-    facts = "".join(f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>\n" for k, v in section.facts)
-    inside = f'<div class="headline">\n{sentences}</div>\n' + (f'<dl class="facts">\n{facts}</dl>\n' if facts else "")
-    for heading, items in section.parts.items():
-        drawn = "".join(_item(item, name, figures, wide=wide) for item, wide in _arranged(items))
-        inside += f'<h{level + 1}>{html.escape(heading)}</h{level + 1}>\n<div class="grid">\n{drawn}</div>\n'
-    title = html.escape(section.title)
-    if section.folded:
-        return f'<details class="run" id="{name}"><summary><h2>{title}</h2></summary>\n{inside}</details>\n'
-    return f'<section id="{name}">\n<h{level}>{title}</h{level}>\n{inside}</section>\n'
-
-
-def _sentence(sentence: str) -> str:
+def _unbroken(sentence: str) -> str:
     """Return a sentence in which no line ends between a number and its unit."""
-    return html.escape(
-        re.sub(r"(\d) (ms|s|min|h|x)(?= |\W|$)", "\\1\u00a0\\2", sentence).replace("\u00a0x ", "\u00a0x\u00a0")
-    )
+    joined = re.sub(r"(\d) (ms|s|min|h|x)(?= |\W|$)", "\\1\u00a0\\2", sentence)
+    return joined.replace("\u00a0x ", "\u00a0x\u00a0")
 
 
 def _arranged(items: list[Item]) -> list[tuple[Item, bool]]:
@@ -295,75 +271,3 @@ def _arranged(items: list[Item]) -> list[tuple[Item, bool]]:
     if alone:
         widths[-1] = True
     return list(zip(ordered, widths, strict=True))
-
-
-def _item(item: Item, section: str, figures: dict[str, Any], *, wide: bool) -> str:
-    if isinstance(item, Table):
-        return _table(item)
-    title = html.escape(item.title)
-    if isinstance(item, Missing):
-        return f'<div class="missing wide"><h4>{title}</h4><p>{html.escape(item.reason)}</p></div>\n'
-    name = f"{section}-{item.name}"
-    figures[name] = {
-        "layout": item.layout,
-        "views": [{"label": view.label, "traces": view.traces} for view in item.views],
-        "chosen": len(item.views) - 1,
-    }
-    width = "figure wide" if wide else "figure"
-    return (
-        f'<figure class="{width}" aria-labelledby="{name}-title">\n<h4 id="{name}-title">{title}</h4>\n'
-        f"{_legend(item)}{_controls(item, name)}"
-        f'<div class="plot" id="{name}" style="height:{item.height}px"></div>\n'
-        f"<figcaption>{html.escape(item.caption)}</figcaption>\n</figure>\n"
-    )
-
-
-def _legend(figure: Figure) -> str:
-    keys = "".join(_key(key) for key in figure.legend)
-    if figure.scale is not None:
-        low, high = (html.escape(end) for end in figure.scale)
-        keys += f'<li class="scale"><span>{low}</span><i></i><span>{high}</span></li>'
-    return f'<ul class="legend">{keys}</ul>\n' if keys else ""
-
-
-def _key(key: Key) -> str:
-    return f'<li><i class="{key.style}" style="--colour:var(--{key.colour})"></i>{html.escape(key.label)}</li>'
-
-
-def _controls(figure: Figure, name: str) -> str:
-    """Return buttons for a few views, a slider for many; nothing for one."""
-    if len(figure.views) == 1:
-        label = figure.views[0].label
-        return f'<p class="view">{html.escape(label)}</p>\n' if label else ""
-    chosen = len(figure.views) - 1
-    if len(figure.views) <= 3:
-        buttons = "".join(
-            f'<button type="button" data-view="{place}" aria-pressed="{str(place == chosen).lower()}">'
-            f"{html.escape(view.label)}</button>"
-            for place, view in enumerate(figure.views)
-        )
-        return f'<div class="views" data-for="{name}">{buttons}</div>\n'
-    return (
-        f'<label class="views" data-for="{name}"><output>{html.escape(figure.views[chosen].label)}</output>'
-        f'<input type="range" min="0" max="{len(figure.views) - 1}" value="{chosen}" '
-        f'aria-label="{html.escape(figure.title)}: which plan"></label>\n'
-    )
-
-
-def _cell(cell: str, element: str = "td") -> str:
-    """Return a cell, with room for what it holds: on narrow screens a table scrolls rather than break every word."""
-    room = ' class="longer"' if len(cell) > 40 else ' class="long"' if len(cell) > 24 else ""
-    return f"<{element}{room}>{html.escape(cell)}</{element}>"
-
-
-def _table(table: Table) -> str:
-    inside = f"<p>{html.escape(table.note)}</p>\n" if table.note else ""
-    if table.rows:
-        head = "".join(_cell(title, "th") for title in table.rows[0])
-        rows = "".join(f"<tr>{''.join(map(_cell, row.values()))}</tr>\n" for row in table.rows)
-        cells = f"<table><thead><tr>{head}</tr></thead>\n<tbody>\n{rows}</tbody></table>"
-        inside += f'<div class="scroll">{cells}</div>\n'
-    title = html.escape(table.title)
-    if table.folded:
-        return f'<details class="table wide"><summary><h4>{title}</h4></summary>\n{inside}</details>\n'
-    return f'<div class="table wide"><h4>{title}</h4>\n{inside}</div>\n'

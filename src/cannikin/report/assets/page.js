@@ -37,8 +37,8 @@
   });
 
   const draw = (name) => {
-    const { views, layout: own, chosen } = figures[name];
-    const view = shown.has(name) ? shown.get(name) : chosen;
+    const { views, layout: own } = figures[name];
+    const view = shown.has(name) ? shown.get(name) : views.length - 1;
     shown.set(name, view);
     return Plotly.react(name, views[view].traces.map((trace) => painted(trace)), layout(own, document.getElementById(name).clientWidth), {
       displayModeBar: false, responsive: true, doubleClick: false,
