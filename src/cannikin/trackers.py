@@ -238,7 +238,7 @@ class ScalarObserver(_Throttled):
     ) -> None:
         super().__init__(every_s, max_ranks, clock)
         self._method = None if run is None else _logger(run)
-        self._by_name = self._method is not None and _takes_name(self._method, "step")
+        self._by_name = self._method is not None and _takes_step(self._method)
         self._with_step = with_step
         self._step = 0
 
@@ -272,17 +272,13 @@ def _logger(run: Any) -> Callable[..., Any]:
     )
 
 
-def _takes_name(method: Callable[..., Any], name: str) -> bool:
-    """Return whether an argument may be given by this name; True for what cannot be looked into, too."""
+def _takes_step(method: Callable[..., Any]) -> bool:
+    """Return whether the step may be given by its name; True for what cannot be looked into, too."""
     try:
-        parameters = inspect.signature(method).parameters.values()
-    except (TypeError, ValueError):
-        return True
-    return any(
-        parameter.kind is parameter.VAR_KEYWORD
-        or (parameter.name == name and parameter.kind is not parameter.POSITIONAL_ONLY)
-        for parameter in parameters
-    )
+        inspect.signature(method).bind({}, step=0)
+    except (TypeError, ValueError) as error:
+        return isinstance(error, ValueError)  # a signature that Python does not know
+    return True
 
 
 class PrometheusObserver:
@@ -379,11 +375,6 @@ def _entry(name: str, header: Header | None) -> tuple[str, dict[str, str]]:
 
 
 def _family(entry: str) -> str:
-    """Return a name of `SCALARS` as Prometheus has it.
-
-    Example:
-        >>> _family("cannikin/rank{rank}/compute_ms"), _family("cannikin/eval/{name}")
-        ('cannikin_rank_compute_seconds', 'cannikin_eval')
-    """
+    """Return a name of `SCALARS` as Prometheus has it."""
     words = entry.replace("{rank}", "").replace("/{name}", "").replace("/", "_")
     return f"{words.removesuffix('_ms')}_seconds" if words.endswith("_ms") else words

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,8 +11,8 @@ from typing import IO
 import click
 
 from cannikin.errors import InvalidInputError
-from cannikin.runlog import RunLogReader, numbers_only
-from cannikin.trace.events import Event, keep_timelines, trace_events
+from cannikin.runlog import RunLogReader, numbers_only, refuse_overwriting
+from cannikin.trace.events import Event, trace_events
 from cannikin.trace.steps import choose_steps, contents, parse_steps
 
 _MOST_WINDOWS = 5_000  # whose step times are drawn one by one
@@ -50,14 +49,12 @@ def command(run: Path, steps: str | None, out: str | None) -> None:
     for note in choice.notes:
         click.echo(f"cannikin: {note}", err=True)
     with RunLogReader(run) as reader, numbers_only(reader.path):
-        chosen = keep_timelines(reader.records(), frozenset(choice.steps))
-        events = trace_events(chosen, stride=-(-log.num_windows // _MOST_WINDOWS))
+        events = trace_events(reader.records(), choice.steps, stride=-(-log.num_windows // _MOST_WINDOWS))
         if out == "-":
             _write(events, sys.stdout)
             return
         path = reader.path.with_name("trace.json") if out is None else Path(out)
-        if os.path.exists(path) and os.path.samefile(path, reader.path):
-            raise InvalidInputError(f"{path}: is the run's log, which is not to be overwritten: give another --out")
+        refuse_overwriting(path, reader.path)
         with path.open("w", encoding="utf-8") as file:
             _write(events, file)
     shown = ", ".join(map(str, choice.steps[:8])) + (" and more" if len(choice.steps) > 8 else "")

@@ -96,12 +96,7 @@ def read_runs(found: Sequence[Found]) -> list[RunArrays]:
 
 
 def _names(paths: list[Path]) -> list[str]:
-    """Return the folders' names; with the folders above them, as far as it takes to tell them apart.
-
-    Example:
-        >>> _names([Path("x/a"), Path("x/b/runlog.jsonl")]), _names([Path("x/a"), Path("y/a")])
-        (['a', 'b'], ['x/a', 'y/a'])
-    """
+    """Return the folders' names; with the folders above them, as far as it takes to tell them apart."""
     # Unlike Path.resolve(), realpath has an answer for links that go round in a circle; a file's name may be any bytes.
     places = [Path(os.path.realpath(path)) for path in paths]
     folders = [place.parent if path.name == RUNLOG_NAME else place for place, path in zip(places, paths, strict=True)]
@@ -354,17 +349,11 @@ class Spread(Generic[T]):
 
 def _typical(lines: Sequence[Timeline]) -> Timeline | None:
     """Return the middle one by duration of the timelines that can be drawn, before the first with another split."""
-    alike = takewhile(lambda line: line.local_batches == lines[0].local_batches, lines)
-    drawable = sorted(filter(_is_drawable, alike), key=lambda line: line.step)
-    drawable.sort(key=lambda line: longest_ns(rank_moments(line).values()))
-    return drawable[len(drawable) // 2] if drawable else None
-
-
-def _is_drawable(line: Timeline) -> bool:
-    """Return whether all of its times are there, for all ranks and buckets alike, and it took any."""
-    steps = rank_moments(line)
-    return (
-        0 < len(steps) == len(line.local_batches)
-        and len({len(step.buckets) for step in steps.values()}) == 1
-        and longest_ns(steps.values()) > 0
-    )
+    drawable = []
+    for line in takewhile(lambda line: line.local_batches == lines[0].local_batches, lines):
+        ranks = rank_moments(line).values()
+        complete = len(ranks) == len(line.local_batches) and len({len(rank.buckets) for rank in ranks}) == 1
+        if complete and longest_ns(ranks) > 0:
+            drawable.append((longest_ns(ranks), line.step, line))
+    drawable.sort(key=lambda each: each[:2])
+    return drawable[len(drawable) // 2][-1] if drawable else None

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from cannikin.core.values import FloatArray
-from cannikin.errors import InvalidInputError
 from cannikin.report.charts import compare_charts, run_charts
 from cannikin.report.numbers import (
     Reached,
@@ -25,7 +23,7 @@ from cannikin.report.numbers import (
 )
 from cannikin.report.page import Item, Section, Table, make_page, plotly_source
 from cannikin.report.read import find_runs, read_runs
-from cannikin.runlog import RUNLOG_NAME, RankInfo, numbers_only
+from cannikin.runlog import numbers_only, refuse_overwriting
 from cannikin.runlog.times import ACTIVITIES, activity
 from cannikin.words import amount, count, counted, duration, kinds, memory, percent, rank_name, split
 
@@ -46,7 +44,8 @@ def write_report(paths: Sequence[Path], out: Path | None = None, target: Target 
     plotly_js = plotly_source()
     found = [run for path in paths for run in find_runs(path)]
     out = out or (found[0].folder if len(paths) == 1 else Path()) / _PAGE_NAME
-    _refuse_logs(out, [each.path for each in found])
+    for each in found:
+        refuse_overwriting(out, each.path)
     runs = read_runs(found)
     logged = (Target(metric=name, value=value) for run in runs for name, value in run.targets.items())
     goal = target or next(logged, None)
@@ -59,13 +58,6 @@ def write_report(paths: Sequence[Path], out: Path | None = None, target: Target 
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(make_page(title, sections, plotly_js), encoding="utf-8")
     return out
-
-
-def _refuse_logs(out: Path, paths: list[Path]) -> None:
-    """Refuse a page that would take the place of a log it is about."""
-    logs = [path / RUNLOG_NAME if os.path.isdir(path) else path for path in paths]
-    if os.path.exists(out) and any(os.path.exists(log) and os.path.samefile(out, log) for log in logs):
-        raise InvalidInputError(f"{out}: is the run's log, which is not to be overwritten: give another --out")
 
 
 # One run.
@@ -112,11 +104,11 @@ def _known(values: FloatArray) -> FloatArray:
 
 def _ranks(run: RunArrays) -> Table:
     """Return where each rank runs, and what it came to take and do; without columns that are empty for all."""
-    windows, ranks = run.windows, run.header.ranks
+    windows = run.windows
     shares = stretch(windows, late_rows(windows)).shares if len(windows) else None
     rows = []
     for rank in range(min(run.header.world_size, _MOST_RANKS)):
-        info = ranks[rank] if rank < len(ranks) else RankInfo()
+        info = run.header.rank(rank)
         batches, spent = ("", ""), np.full(len(ACTIVITIES), np.nan)
         if shares is not None and rank < len(shares):  # a run that resumes on more ranks may not have measured them yet
             first, last = windows.local_batches[[0, -1], rank]
@@ -192,9 +184,8 @@ def _left_out(number: int) -> str:
 
 def _rank_name(run: RunArrays, rank: int) -> str:
     """Return a rank with what it runs on, as far as the log says."""
-    ranks = run.header.ranks
-    known = (ranks[rank].name or ranks[rank].device) if rank < len(ranks) else ""
-    return rank_name(rank, known)
+    info = run.header.rank(rank)
+    return rank_name(rank, info.name or info.device)
 
 
 def headline(run: RunArrays) -> list[str]:

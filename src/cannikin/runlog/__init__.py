@@ -25,7 +25,7 @@ last ones.
 from __future__ import annotations
 
 from cannikin.runlog.convert import decision_records, job_info, noise_record, plan_record, replay_window, window_record
-from cannikin.runlog.reader import RunLog, RunLogReader, numbers_only, read_runlog, run_inside
+from cannikin.runlog.reader import RunLog, RunLogReader, numbers_only, read_runlog, refuse_overwriting, run_inside
 from cannikin.runlog.records import (
     FORMAT,
     RUNLOG_NAME,
@@ -68,6 +68,7 @@ __all__ = [
     "numbers_only",
     "plan_record",
     "read_runlog",
+    "refuse_overwriting",
     "replay_window",
     "run_inside",
     "window_record",

@@ -14,7 +14,7 @@ from typing import Self
 
 import msgspec
 
-from cannikin.errors import RunLogError
+from cannikin.errors import InvalidInputError, RunLogError
 from cannikin.runlog.records import (
     FORMAT,
     RUNLOG_NAME,
@@ -82,6 +82,18 @@ def run_inside(path: str | os.PathLike[str]) -> Path | None:
     return min((log.parent for log in Path(path).glob(f"*/{RUNLOG_NAME}")), default=None)
 
 
+def log_path(path: str | os.PathLike[str]) -> Path:
+    """Return the log that a path names: itself, or the one in a run directory."""
+    return Path(path, RUNLOG_NAME) if os.path.isdir(path) else Path(path)
+
+
+def refuse_overwriting(out: Path, path: str | os.PathLike[str]) -> None:
+    """Refuse to write a file where the log is that `path` names."""
+    log = log_path(path)
+    if os.path.exists(out) and os.path.exists(log) and os.path.samefile(out, log):
+        raise InvalidInputError(f"{out}: is the run's log, which is not to be overwritten: give another --out")
+
+
 class RunLogReader:
     """Reads on from where it stopped, so that a log can be followed while it is being written.
 
@@ -110,7 +122,7 @@ class RunLogReader:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path, RUNLOG_NAME) if os.path.isdir(path) else Path(path)
+        self.path = log_path(path)
         self.num_unknown = 0
         self.num_unreadable = 0
         self._rest = b""

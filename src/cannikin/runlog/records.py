@@ -74,6 +74,10 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="h
     precision: str = ""
     tags: dict[str, str] = {}
 
+    def rank(self, rank: int) -> RankInfo:
+        """Return where this rank runs; nothing is known of a rank that is not listed."""
+        return self.ranks[rank] if rank < len(self.ranks) else RankInfo()
+
 
 class NoiseRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The gradient noise scale and its limits; None is infinite, or not known. `flags` as in `NoiseTracker`."""

@@ -21,8 +21,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
-import msgspec
-
 from cannikin.runlog import EventRecord, Header, PlanRecord, RankInfo, Record, Timeline, WindowRecord
 from cannikin.runlog.times import RankMoments, as_ns, finite, longest_ns, rank_moments
 from cannikin.words import rank_name, split_sum
@@ -36,20 +34,14 @@ _COMPUTE, _FIRST_LANE = 1, 2  # threads of a rank
 _MOST_RANKS = 100_000  # that are named: beyond them, the number of a damaged header is none of ranks
 
 
-def keep_timelines(records: Iterable[Record], steps: Collection[int]) -> Iterator[Record]:
-    """Return the same records, with the timelines of these steps only: a long log is mostly timelines."""
-    for record in records:
-        if isinstance(record, WindowRecord) and record.timeline is not None and record.timeline.step not in steps:
-            yield msgspec.structs.replace(record, timeline=None)
-        else:
-            yield record
-
-
-def trace_events(records: Iterable[Record], *, stride: int = 1) -> Iterator[Event]:
-    """Return the events of a log, in the order of its records; every timeline that they have is drawn.
+def trace_events(
+    records: Iterable[Record], steps: Collection[int] | None = None, *, stride: int = 1
+) -> Iterator[Event]:
+    """Return the events of a log, in the order of its records.
 
     Args:
         records: a log from its first header on, resumes included.
+        steps: of those that have a timeline, the ones to draw; all of them where left out.
         stride: of step times, and of plans that changed nothing, only every so many are kept, for very long logs.
 
     Example:
@@ -63,7 +55,7 @@ def trace_events(records: Iterable[Record], *, stride: int = 1) -> Iterator[Even
         [('step 2', 165000.0, 35000.0), ('optimizer + forward', 165000.0, 10000.0), ('backward', 175000.0, 20000.0),
          ('all-reduce', 195000.0, 5000.0), ('bucket 1 of 1', 195000.0, 5000.0)]
     """
-    draw = _Drawing(stride)
+    draw = _Drawing(stride, None if steps is None else frozenset(steps))
     for record in records:
         match record:
             case Header():
@@ -79,8 +71,8 @@ def trace_events(records: Iterable[Record], *, stride: int = 1) -> Iterator[Even
 class _Drawing:
     """What has been drawn so far of one log."""
 
-    def __init__(self, stride: int) -> None:
-        self._stride = stride
+    def __init__(self, stride: int, steps: frozenset[int] | None) -> None:
+        self._stride, self._steps = stride, steps
         self._clock = _RunClock()
         self._bucket_bytes: tuple[int, ...] = ()  # where the header says them, as a simulation's does
         self._named: set[tuple[int, int]] = set()  # processes (thread 0) and threads
@@ -94,8 +86,7 @@ class _Drawing:
         self._bucket_bytes = header.model.bucket_bytes
         yield from self._name_process(_RUN_PID, f"run: {header.policy}")
         for rank in range(min(header.world_size, _MOST_RANKS)):
-            info = header.ranks[rank] if rank < len(header.ranks) else RankInfo()
-            yield from self._name_process(_FIRST_PID + rank, _rank_words(rank, info))
+            yield from self._name_process(_FIRST_PID + rank, _rank_words(rank, header.rank(rank)))
         self._num_headers += 1
         if self._num_headers > 1:
             args = {"step": header.first_step, "ranks": header.world_size, "started": header.started}
@@ -110,8 +101,9 @@ class _Drawing:
         if self._num_windows % self._stride == 0:
             yield from self._count(_RUN_PID, "step time", "ms", began_ms, window.step_ms)
         self._num_windows += 1
-        if window.timeline is not None:
-            yield from self._step(window.timeline)
+        line = window.timeline
+        if line is not None and (self._steps is None or line.step in self._steps):
+            yield from self._step(line)
 
     def plan(self, plan: PlanRecord) -> Iterator[Event]:
         time_ms = self._clock.at(plan.step, plan.elapsed_ms)
