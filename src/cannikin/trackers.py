@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cannikin.errors import InvalidInputError
-from cannikin.runlog import EventRecord, Header, PlanRecord, Record, WindowRecord
-from cannikin.runlog.times import efficiency_of, numbers_of, rank_times, samples_per_s
+from cannikin.runlog import EventRecord, Header, NoiseRecord, PlanRecord, Record, WindowRecord
+from cannikin.runlog.times import numbers_of, rank_times, speed_of
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -98,17 +98,16 @@ def step_of(record: Record) -> int:
 
 
 def _run_scalars(window: WindowRecord, initial_batch: int | None) -> dict[str, float | None]:
-    noise, pace = window.noise, samples_per_s(window)
-    share = None if initial_batch is None else efficiency_of(window, initial_batch)
+    noise, speed = window.noise or NoiseRecord(), speed_of(window, initial_batch)
     return {
         "cannikin/step": step_of(window),
         "cannikin/step_ms": window.step_ms,
         "cannikin/total_batch": window.total_batch,
-        "cannikin/samples_per_s": pace,
-        "cannikin/goodput": None if pace is None or share is None else pace * share,
-        "cannikin/noise_scale": None if noise is None else noise.noise_scale,
-        "cannikin/noise_scale_low": None if noise is None else noise.low,
-        "cannikin/noise_scale_high": None if noise is None else noise.high,
+        "cannikin/samples_per_s": speed.samples_per_s,
+        "cannikin/goodput": speed.goodput,
+        "cannikin/noise_scale": noise.noise_scale,
+        "cannikin/noise_scale_low": noise.low,
+        "cannikin/noise_scale_high": noise.high,
         "cannikin/lr_factor": window.lr_factor,
         "cannikin/progress": window.progress,
         "cannikin/skipped_steps": window.num_skipped,

@@ -117,19 +117,19 @@ def test_nothing_is_said_of_the_end_where_nothing_is_known_of_it():
 
 def test_goodput_is_throughput_times_efficiency():
     state = after(HEADER, window(0, (96, 32)))
-    assert state.samples_per_s == pytest.approx(3200)
-    assert state.efficiency == pytest.approx((96 + 32) / (96 + 128))
-    assert state.goodput == pytest.approx(3200 * 128 / 224)
+    assert state.speed.samples_per_s == pytest.approx(3200)
+    assert state.speed.efficiency == pytest.approx((96 + 32) / (96 + 128))
+    assert state.speed.goodput == pytest.approx(3200 * 128 / 224)
 
 
 @pytest.mark.parametrize("noise", [None, NoiseRecord(), NoiseRecord(signal_sqnorm=1.0)])
 def test_without_the_noise_there_is_no_goodput(noise):
-    assert after(HEADER, window(0, noise=noise)).goodput is None
+    assert after(HEADER, window(0, noise=noise)).speed.goodput is None
 
 
 def test_a_noise_that_drowns_the_signal_makes_every_sample_count():
     noise = NoiseRecord(signal_sqnorm=0.0, noise_trace=3.0)
-    assert after(HEADER, window(0, (96, 32), noise=noise)).efficiency == 1.0
+    assert after(HEADER, window(0, (96, 32), noise=noise)).speed.efficiency == 1.0
 
 
 def test_the_last_evaluation_and_events_are_kept():

@@ -49,11 +49,11 @@ def _await_log(followed: FollowedRun, run: Path, wait_s: float) -> None:
     """Return once there is a header; say what is waited for, and give up in time."""
     deadline = time.monotonic() + wait_s
     followed.poll()
-    if not followed.has_begun and wait_s > 0:
+    if followed.state.header is None and wait_s > 0:
         inside = run_inside(run)
         hint = "" if inside is None else f"; a run is in {inside}"
         click.echo(f"waiting for the run log of {run} (at most {wait_s:g} s){hint}", err=True)
-    while not followed.has_begun:
+    while followed.state.header is None:
         if time.monotonic() >= deadline:
             there = "has no header yet" if run.exists() and not run.is_dir() else "has no run log"
             waited = f" after {wait_s:g} s" if wait_s > 0 else ""

@@ -117,7 +117,7 @@ class Bars(Progress):
                 return
             with suppress(RunLogError):  # the folder held another log, which the training refuses with its own words
                 run.poll()
-            if run.has_begun:
+            if run.state.header is not None:
                 yield LivePanel(run.state)
 
     def stop(self) -> None:

@@ -23,13 +23,7 @@ _MAX_REDRAWS_PER_S = 20  # after line breaks; a flood of prints goes without the
 
 
 class Footer:
-    """The footer of a terminal; `Footer.of` gives the same one to everybody who asks for the same terminal.
-
-    Args:
-        terminal: the stream it is drawn on.
-        streams: those that lead to the same terminal.
-        clock: seconds.
-    """
+    """The footer of a terminal, to which `streams` lead too; `Footer.of` gives everybody the same one."""
 
     def __init__(self, terminal: TextIO, streams: list[TextIO], clock: Callable[[], float] = time.monotonic) -> None:
         self._terminal, self._clock = terminal, clock

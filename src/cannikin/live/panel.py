@@ -27,12 +27,7 @@ _AS_ASCII = dict(zip("█▓░▒━╸─│·×…▁▂▃▄▅▆▇", "#=
 
 
 class LivePanel:
-    """A run as it is now, for any width from about 60 columns on.
-
-    Args:
-        state: what is known; later changes of it show when drawn again.
-        note: of the viewer, such as that nothing has come for a while; "" for none.
-    """
+    """A run as it is now, for any width from about 60 columns on, with a note of the viewer's, if any."""
 
     def __init__(self, state: LiveState, note: str = "") -> None:
         self.state, self.note = state, note
@@ -67,12 +62,7 @@ def _framed(title: Line, sections: list[list[Line]], width: int) -> list[Line]:
 
 
 def _fitted(line: Line, width: int) -> Line:
-    """Return the line in exactly `width` cells, cut or filled, in which nothing moves the cursor.
-
-    Example:
-        >>> _fitted([("rank 0 ", ""), ("H100\\x1b[2J", "cyan")], 10)
-        [('rank 0 ', ''), ('H1…', 'cyan')]
-    """
+    """Return the line in exactly `width` cells, cut or filled, in which nothing moves the cursor."""
     whole = "".join([text for text, _ in line])
     room = width - cells(whole)
     if room >= 0 and whole.isprintable():  # as most lines are: looking at each part takes longer
@@ -195,7 +185,7 @@ def _total_batch(state: LiveState) -> Line:
 
 
 def _throughput(state: LiveState) -> Line | None:
-    pace, goodput, share = state.samples_per_s, state.goodput, state.efficiency
+    pace, share, goodput = state.speed
     if pace is None:
         return None
     parts = [(f"{amount(pace)} samples/s", "bold")]

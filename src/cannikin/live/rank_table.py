@@ -21,6 +21,7 @@ from cannikin.words import amount, printable, rank_ranges
 _TRACK_STYLE = "grey30"  # of the rest of a bar
 _LOADING_SHOWS = 0.02  # share of a step from which loading has a column
 _PACE_SHOWS = 96  # width from which there is room for the time per sample
+_DEVICE = 1  # place of the column of devices
 _BARS, _FEWEST_BARS = 18, 8  # cells for both bars, and where the terminal is narrow
 
 # Parts of a step: name in `RankTimes`, heading, style.
@@ -146,8 +147,8 @@ def _row(device: str, members: Sequence[RankNow]) -> RankRow:
 class _Column(NamedTuple):
     """A column of the ranks: its heading, and what a row has there.
 
-    Text columns are as wide as their widest text, up to `most` cells. Bars share the remaining room by `weight`. A
-    column that `gives_way` is cut, down to its heading, where the bars would have too little room.
+    Text columns are as wide as their widest text, up to `most` cells. Bars share the remaining room by `weight`. The
+    devices are cut, down to their heading, where the bars would have too little room.
     """
 
     heading: str
@@ -156,7 +157,6 @@ class _Column(NamedTuple):
     heading_style: str = "dim"
     right: bool = False
     most: int = 10**6
-    gives_way: bool = False
     draw: Callable[[RankRow, int], Line] | None = None
     weight: int = 0
 
@@ -169,7 +169,7 @@ def _columns(rows: list[RankRow], look: Look) -> list[_Column]:
     full = max(1.0, *(row.mean_batch for row in rows))  # the local batch whose bar is full; 0 where a rank only pads
     columns = [
         _Column("rank", lambda row: row.ranks, "bold", most=12),
-        _Column("device", lambda row: row.device, most=36, gives_way=True),
+        _Column("device", lambda row: row.device, most=36),
         _Column("batch", lambda row: row.batch, "bold", right=True),
         _Column("", draw=lambda row, size: bar(row.mean_batch / full, size, "cyan", look), weight=2),
         _Column("step", draw=lambda row, size: _step_bar(row, size, parts), weight=3),
@@ -228,11 +228,8 @@ def _sizes(columns: list[_Column], texts: list[list[str]], width: int) -> list[i
     ]
     spare = width - sum(sizes) - (len(columns) - 1)
     missing = max(0, (_BARS if width >= 70 else _FEWEST_BARS) - spare)
-    for place, column in enumerate(columns):
-        if column.gives_way:
-            given = min(missing, max(0, sizes[place] - len(column.heading)))
-            sizes[place], spare, missing = sizes[place] - given, spare + given, missing - given
-    spare += missing  # there is less room than a view needs: the lines are cut at their ends
+    sizes[_DEVICE] -= min(missing, max(0, sizes[_DEVICE] - len(columns[_DEVICE].heading)))
+    spare += missing  # where devices cannot give that much, the lines are cut at their ends
     weights = sum(column.weight for column in columns)
     for place, column in enumerate(columns):
         if column.draw:

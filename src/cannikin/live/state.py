@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from cannikin.runlog import EventRecord, Header, PlanRecord, Record, WindowRecord
-from cannikin.runlog.times import RankTimes, efficiency_of, numbers_of, predicted_ms, rank_times, samples_per_s
+from cannikin.runlog.times import RankTimes, Speed, numbers_of, predicted_ms, rank_times, speed_of
 
 _NUM_POINTS = 60  # windows remembered, for sparklines and rates
 _NUM_PLANS = 16  # plans among which the prediction for a window's split is looked for
@@ -161,19 +161,8 @@ class LiveState:
         return fmean(waits) if len(waits) > 1 else None
 
     @property
-    def samples_per_s(self) -> float | None:
-        """Samples of all ranks per second, in the steps of the last window."""
-        return None if self.window is None else samples_per_s(self.window)
-
-    @property
-    def efficiency(self) -> float | None:
-        """What a sample counts at this total batch against one at the initial batch; None where not known."""
-        if self.header is None or self.window is None:
-            return None
-        return efficiency_of(self.window, self.header.job.batch_size)
-
-    @property
-    def goodput(self) -> float | None:
-        """Samples per second times efficiency; None where the noise scale is not known."""
-        pace, share = self.samples_per_s, self.efficiency
-        return None if pace is None or share is None else pace * share
+    def speed(self) -> Speed:
+        """How fast the steps of the last window are."""
+        if self.window is None:
+            return Speed()
+        return speed_of(self.window, None if self.header is None else self.header.job.batch_size)

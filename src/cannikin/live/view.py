@@ -161,15 +161,16 @@ class FollowedRun:
             self._reader.close()
             self._reader, self.state, self._heard_at = None, LiveState(), None
         if self._reader is None:
-            self._reader = self._opened()
-        if self._reader is None:
-            return False
+            try:
+                self._reader = RunLogReader(self._path)
+            except RunLogError as error:
+                if isinstance(error.__cause__, FileNotFoundError):
+                    return False
+                raise
         found = False
         for record in self._reader.records():
             self.state.take(record)
-            found = True
-        if found:
-            self._heard_at = self._clock()
+            self._heard_at, found = self._clock(), True
         return found
 
     def close(self) -> None:
@@ -178,22 +179,9 @@ class FollowedRun:
             self._reader.close()
 
     @property
-    def has_begun(self) -> bool:
-        """Whether there is a header."""
-        return self.state.header is not None
-
-    @property
     def note(self) -> str:
         """What to say of a run that has been quiet for long; "" otherwise."""
         if self._heard_at is None or self.state.end is not None:
             return ""
         quiet_s = self._clock() - self._heard_at
         return f"silent for {shown_time(quiet_s)}" if quiet_s >= _QUIET_S else ""
-
-    def _opened(self) -> RunLogReader | None:
-        try:
-            return RunLogReader(self._path)
-        except RunLogError as error:
-            if isinstance(error.__cause__, FileNotFoundError):
-                return None
-            raise

@@ -64,46 +64,26 @@ class Metric(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunArrays:
-    """One run, of any length, in little memory.
+    """One run, of any length, in little memory."""
 
-    Args:
-        name: for people.
-        headers: the first, and one for each resume.
-        windows: what was measured.
-        num_redone: windows left out, since a resume from an older state did their steps again.
-        metrics: by name.
-        targets: the value that a metric is to reach, where the run logged one as `target_NAME`.
-        in_training_time: whether metrics are over the time spent training, as the run logged it in `train_s`.
-        plans: those that changed the split, the first and the last such ones of very many.
-        num_changes: how often the split changed.
-        last_plan: the last plan of all.
-        compared: plans that compared total batches, spread evenly over the run.
-        events: all but evaluations and epochs, the first and the last ones of very many.
-        num_events: how many there were.
-        early, late: a step's timeline of the first and of the last split.
-        last_step: the highest step that the log mentions since the last header.
-        ended: the event that says so, where the run ended as it should.
-        truncated, num_unreadable, num_unknown: as in `RunLog`.
-    """
-
-    name: str
-    headers: tuple[Header, ...]
+    name: str  # for people
+    headers: tuple[Header, ...]  # the first, and one for each resume
     windows: Windows
-    num_redone: int
+    num_redone: int  # windows left out, since a resume from an older state did their steps again
     metrics: dict[str, Metric]
-    targets: dict[str, float]
-    in_training_time: bool
-    plans: tuple[PlanRecord, ...]
-    num_changes: int
+    targets: dict[str, float]  # values that metrics are to reach, where the run logged them as `target_NAME`
+    in_training_time: bool  # whether metrics are over the time spent training, as the run logged it in `train_s`
+    plans: tuple[PlanRecord, ...]  # those that changed the split, the first and the last such ones of very many
+    num_changes: int  # how often the split changed
     last_plan: PlanRecord | None
-    compared: tuple[PlanRecord, ...]
-    events: tuple[EventRecord, ...]
-    num_events: int
-    early: Timeline | None
-    late: Timeline | None
-    last_step: int
-    ended: EventRecord | None
-    truncated: bool
+    compared: tuple[PlanRecord, ...]  # plans that compared total batches, spread evenly over the run
+    events: tuple[EventRecord, ...]  # all but evaluations and epochs, the first and the last ones of very many
+    num_events: int  # how many there were
+    early: Timeline | None  # a step of the first split
+    late: Timeline | None  # a step of the last split
+    last_step: int  # the highest that the log mentions since the last header
+    ended: EventRecord | None  # the event that says so, where the run ended as it should
+    truncated: bool  # this and the next two as in `RunLog`
     num_unreadable: int
     num_unknown: int
 

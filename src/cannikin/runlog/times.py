@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from cannikin.core.goodput import efficiency
 from cannikin.core.values import FloatArray
-from cannikin.runlog.records import EventRecord, PlanRecord, Timeline, WindowRecord
+from cannikin.runlog.records import EventRecord, NoiseRecord, PlanRecord, Timeline, WindowRecord
 
 MEASURED = ("before_ms", "backward_ms", "done_ms", "wait_ms", "loader_ms", "other_ms")  # of a `WindowRecord`
 ACTIVITIES = ("optimizer and forward", "backward", "communication", "waiting", "loading", "other")
@@ -30,26 +30,31 @@ def numbers_of(event: EventRecord) -> dict[str, float]:
     return {name: float(value) for name, value in event.data.items() if isinstance(value, int | float)}
 
 
-def samples_per_s(window: WindowRecord) -> float | None:
-    """Return the samples of all ranks per second in the steps of the window; None where they were not measured."""
-    return window.total_batch / window.step_ms * 1e3 if window.step_ms else None
+class Speed(NamedTuple):
+    """How fast a window's steps are, in samples of all ranks; each None where it is not known."""
+
+    samples_per_s: float | None = None
+    efficiency: float | None = None  # of the total batch, from the noise measured by then
+    goodput: float | None = None  # samples per second times efficiency
 
 
-def efficiency_of(window: WindowRecord, initial_batch: int) -> float | None:
-    """Return the efficiency of the window's total batch, from the noise measured by then; None where not known.
+def speed_of(window: WindowRecord, initial_batch: int | None) -> Speed:
+    """Return how fast a window's steps are; without the initial batch only their samples per second are known.
 
     Example:
         >>> from cannikin.runlog import NoiseRecord
-        >>> efficiency_of(WindowRecord(
-        ...     first_step=0, num_steps=5, num_valid=5, total_batch=192, local_batches=(96, 96),
+        >>> speed_of(WindowRecord(
+        ...     first_step=0, num_steps=5, num_valid=5, total_batch=192, local_batches=(96, 96), step_ms=100.0,
         ...     noise=NoiseRecord(signal_sqnorm=1.0, noise_trace=64.0, noise_scale=64.0)), 64)
-        0.5
+        Speed(samples_per_s=1920.0, efficiency=0.5, goodput=960.0)
     """
-    noise = window.noise
-    if noise is None or noise.signal_sqnorm is None or noise.noise_trace is None:
-        return None
-    trace, signal = noise.noise_trace, noise.signal_sqnorm
-    return float(efficiency(window.total_batch, initial_batch=initial_batch, noise_trace=trace, signal_sqnorm=signal))
+    total, noise = window.total_batch, window.noise or NoiseRecord()
+    pace = total / window.step_ms * 1e3 if window.step_ms else None
+    signal, trace = noise.signal_sqnorm, noise.noise_trace
+    if initial_batch is None or signal is None or trace is None:
+        return Speed(pace)
+    share = float(efficiency(total, initial_batch=initial_batch, noise_trace=trace, signal_sqnorm=signal))
+    return Speed(pace, share, None if pace is None else pace * share)
 
 
 def predicted_ms(window: WindowRecord, plans: Reversible[PlanRecord]) -> float | None:
@@ -107,19 +112,12 @@ def activity(times: npt.NDArray[Any], *names: str) -> npt.NDArray[Any]:
 
 
 class RankTimes(NamedTuple):
-    """A rank's typical step, in milliseconds.
+    """A rank's typical step, in milliseconds."""
 
-    Args:
-        compute_ms: forward, backward and optimizer.
-        communication_ms: all-reduce that no computing of this rank hid, without the waiting.
-        wait_ms: waiting for a slower rank.
-        loading_ms: waiting for data.
-    """
-
-    compute_ms: float
-    communication_ms: float
-    wait_ms: float
-    loading_ms: float = 0.0
+    compute_ms: float  # forward, backward and optimizer
+    communication_ms: float  # all-reduce that no computing of this rank hid, without the waiting
+    wait_ms: float  # for a slower rank
+    loading_ms: float = 0.0  # waiting for data
 
     @property
     def total_ms(self) -> float:

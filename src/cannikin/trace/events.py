@@ -184,17 +184,17 @@ class _Drawing:
         yield {**event, "ts": _us(as_ns(time_ms)), "args": _known(args)}
 
     def _name_process(self, pid: int, name: str) -> Iterator[Event]:
-        if (pid, 0) not in self._named:
-            self._named.add((pid, 0))
-            yield _metadata(pid, 0, "process_name", name=name)
-            yield _metadata(pid, 0, "process_sort_index", sort_index=pid)
+        yield from self._name("process", pid, 0, {"name": name, "sort_index": pid})
 
     def _name_thread(self, pid: int, tid: int, name: str) -> Iterator[Event]:
         yield from self._name_process(pid, rank_name(pid - _FIRST_PID))  # a rank that the header does not list
+        yield from self._name("thread", pid, tid, {"name": name, "sort_index": tid})
+
+    def _name(self, kind: str, pid: int, tid: int, words: dict[str, str | int]) -> Iterator[Event]:
         if (pid, tid) not in self._named:
             self._named.add((pid, tid))
-            yield _metadata(pid, tid, "thread_name", name=name)
-            yield _metadata(pid, tid, "thread_sort_index", sort_index=tid)
+            for key, value in words.items():
+                yield {"ph": "M", "pid": pid, "tid": tid, "name": f"{kind}_{key}", "ts": 0, "args": {key: value}}
 
 
 def _rank_words(rank: int, info: RankInfo) -> str:
@@ -205,10 +205,6 @@ def _rank_words(rank: int, info: RankInfo) -> str:
 def _slice(pid: int, tid: int, name: str, start_ns: int, end_ns: int, args: dict[str, Any] | None = None) -> Event:
     event = {"ph": "X", "pid": pid, "tid": tid, "name": name, "ts": _us(start_ns), "dur": _us(end_ns - start_ns)}
     return {**event, "args": _known(args)} if args else event
-
-
-def _metadata(pid: int, tid: int, kind: str, **args: Any) -> Event:
-    return {"ph": "M", "pid": pid, "tid": tid, "name": kind, "ts": 0, "args": args}
 
 
 def _known(args: dict[str, Any]) -> dict[str, Any]:

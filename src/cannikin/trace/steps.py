@@ -101,7 +101,7 @@ def choose_steps(log: Contents, asked: Sequence[tuple[int, int]] | None = None) 
             raise InvalidInputError(f"{_words(low, high)} outside the log, {covered}")
         inside = have[bisect_left(have, low) : bisect_left(have, high + 1)]
         if not inside:
-            nearest = min(have, key=lambda step: _distance(step, low, high))
+            nearest = min(have, key=lambda step: max(low - step, step - high))
             inside = (nearest,)
             notes.append(f"{_words(low, high, 'has')} no timeline: step {nearest} is the nearest that has one")
         if high > log.last_step:
@@ -112,10 +112,6 @@ def choose_steps(log: Contents, asked: Sequence[tuple[int, int]] | None = None) 
     if len(chosen) > _MOST_STEPS:
         notes.append(f"{len(chosen)} steps are too many to draw: {_MOST_STEPS} of them are")
     return Choice(steps=_spread(sorted(chosen), _MOST_STEPS), notes=tuple(notes))
-
-
-def _distance(step: int, low: int, high: int) -> int:
-    return max(low - step, step - high, 0)
 
 
 def _words(low: int, high: int, verb: str = "is") -> str:
