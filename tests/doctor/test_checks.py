@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cannikin.doctor.checks import KNOWN_VARIABLES, LEVELS, Diagnosis, Finding, diagnose
-from cannikin.doctor.probes import Facts
-from cannikin.doctor.torch_probes import LoopbackFacts, TorchFacts
+from cannikin.doctor.probes import Facts, LoopbackFacts, TorchFacts
 
 SOURCE = Path(__file__).parents[2] / "src" / "cannikin"
 

@@ -19,17 +19,12 @@ from rich.console import Console
 from cannikin.cli import doctor as doctor_command
 from cannikin.cli import main
 from cannikin.doctor.checks import diagnose
-from cannikin.doctor.probes import Facts
-from cannikin.doctor.torch_probes import LoopbackFacts, TorchFacts
+from cannikin.doctor.probes import Facts, LoopbackFacts, TorchFacts
 from cannikin.lab.mechanisms import MECHANISMS
 
 HIDE_TORCH = """
 import sys
-class NoTorch:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "torch":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, NoTorch())
+sys.modules["torch"] = None
 from cannikin.cli import main
 main(["doctor"])
 """

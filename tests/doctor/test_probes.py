@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cannikin.doctor.probes import Facts, num_gpus, relevant_environment
-from cannikin.doctor.torch_probes import NoAnswerError, ask, measure_loopback
+from cannikin.doctor.probes import Facts, NoAnswerError, ask, measure_loopback, num_gpus, relevant_environment
 
 # Asking
 

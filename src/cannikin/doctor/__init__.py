@@ -1,5 +1,5 @@
 """What cannikin needs of a machine and a launch environment, and what will limit a run there.
 
-`probes` and `torch_probes` look, each for a limited time, and write down facts. `checks` makes findings of them without
-looking again, so that a machine nobody has at hand can be tried in a test.
+`probes` looks, for a limited time, and writes down facts. `checks` makes findings of them without looking again, so
+that a machine nobody has at hand can be tried in a test.
 """

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 
-from cannikin.doctor.probes import Facts
-from cannikin.doctor.torch_probes import TorchFacts
+from cannikin.doctor.probes import Facts, TorchFacts
 from cannikin.words import counted, kinds
 
 LEVELS = ("ok", "note", "warning", "blocker")
@@ -21,7 +20,6 @@ KNOWN_VARIABLES = {
 }
 _LEAST_TORCH = (2, 6)
 _INSTALL = "pip install 'cannikin[torch]'"
-_MOST_LIMITS = 4
 
 
 @dataclass(frozen=True)
@@ -76,8 +74,7 @@ class Diagnosis:
             return f"Training is impossible as things are: {blockers}."
         if not limiting:
             return "Nothing here will limit a run beyond what its ranks can compute."
-        more = f"; and {len(limiting) - _MOST_LIMITS} more" if len(limiting) > _MOST_LIMITS else ""
-        return f"What will limit a run: {'; '.join(f.limits for f in limiting[:_MOST_LIMITS])}{more}."
+        return f"What will limit a run: {'; '.join(finding.limits for finding in limiting)}."
 
 
 def diagnose(facts: Facts) -> Diagnosis:
