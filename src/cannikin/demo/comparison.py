@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import math
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -65,42 +64,33 @@ def run_demo(task: Task, *, policies: list[str], speeds: tuple[float, ...], out:
 
 
 class RankLines:
-    """A stream for the ranks' output: rank 0's JSON objects go to a callback, all other lines are passed on."""
+    """A stream for the ranks' output, which comes in whole lines: rank 0's JSON objects go to `on_object`."""
 
     def __init__(self, on_object: Callable[[str], None], on_line: Callable[[str], None]) -> None:
         self._on_object, self._on_line = on_object, on_line
-        self._rest = b""
 
-    def write(self, content: bytes) -> int:
-        """Take some bytes, whole lines or not."""
-        *lines, self._rest = (self._rest + content).split(b"\n")
-        for line in lines:
-            self._take(line.decode(errors="replace"))
-        return len(content)
+    def write(self, content: bytes) -> None:
+        for line in content.decode(errors="replace").split("\n"):
+            text = line.removeprefix("[rank 0] ")
+            if text.startswith("{"):
+                self._on_object(text)
+            elif text.strip():
+                self._on_line(line)
 
     def flush(self) -> None:
-        """Do nothing: only an unfinished line is held back."""
-
-    def _take(self, line: str) -> None:
-        text = line.removeprefix("[rank 0] ")
-        if text.startswith("{"):
-            self._on_object(text)
-        elif text.strip():
-            self._on_line(line)
+        """Do nothing: no line is held back."""
 
 
 class Bars(Progress):
     """One bar per policy: how far its accuracy is on the way to the target; below, what the ranks are doing.
 
-    Args:
-        task, policies: what is trained, in this order.
-        console: drawn on if it is a terminal; else it gets one line per policy.
-        run_dir: holds a run directory per policy, from which the ranks' state is read; None for the bars alone.
+    They are drawn on a terminal; any other console gets one line per policy. What the ranks are doing is read from the
+    logs of the policies in `run_dir`.
     """
 
-    def __init__(self, task: Task, policies: list[str], console: Console, run_dir: Path | None = None) -> None:
-        self._following = threading.Lock()  # the panel is drawn by rich's thread
-        self._runs = {} if run_dir is None else {policy: FollowedRun(run_dir / policy) for policy in policies}
+    def __init__(self, task: Task, policies: list[str], console: Console, run_dir: Path) -> None:
+        self._followed = {policy: FollowedRun(run_dir / policy) for policy in policies}
+        self._waiting = dict(self._followed)  # policies without a result, in the order they train
         columns = TextColumn("{task.description:10}"), BarColumn(bar_width=30), TextColumn("{task.fields[state]}")
         disable = not console.is_terminal
         super().__init__(*columns, console=console, refresh_per_second=_REFRESHES_PER_S, disable=disable)
@@ -111,10 +101,7 @@ class Bars(Progress):
     def get_renderables(self) -> Iterator[RenderableType]:
         """Yield the bars, and the panel of the first policy that has no result yet, once it trains."""
         yield from super().get_renderables()
-        with self._following:
-            run = next(iter(self._runs.values()), None)
-            if run is None:
-                return
+        for run in list(self._waiting.values())[:1]:
             with suppress(RunLogError):  # the folder held another log, which the training refuses with its own words
                 run.poll()
             if run.state.header is not None:
@@ -122,16 +109,10 @@ class Bars(Progress):
 
     def stop(self) -> None:
         """Leave the bars as they are, without a panel."""
-        for policy in list(self._runs):
-            self._forget(policy)
+        self._waiting.clear()
         super().stop()
-
-    def _forget(self, policy: str) -> None:
-        """Drop the panel of a policy that trains no more; its bar stays."""
-        with self._following:
-            run = self._runs.pop(policy, None)
-            if run is not None:
-                run.close()
+        for run in self._followed.values():  # rich's thread, which reads them, has ended
+            run.close()
 
     def show(self, result: Result) -> None:
         """Show what has come of a policy."""
@@ -139,7 +120,7 @@ class Bars(Progress):
         if result.is_done:
             seconds = result.seconds_to_target
             state += ": given up" if seconds is None else f" in {seconds:.1f} s"
-            self._forget(result.policy)
+            self._waiting.pop(result.policy, None)
         else:
             state += f" of {self._target:.0%} after {result.curve[-1][0]:.1f} s, step {result.steps}"
         state += f", {split_sum(result.final_split)}"
