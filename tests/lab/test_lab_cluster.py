@@ -75,7 +75,7 @@ def test_ranks_are_enough(load):
         ("[[rank]]\nspeed = nan", "speed nan of rank 0"),
         ("[[rank]]\nspeed = 1\ncount = 0", "rank[0].count is 0"),
         ("[[rank]]\nspeed = 1\ncount = 65", "rank[0].count is 65"),
-        ("mechanism = 'magic'\n[[rank]]\nspeed = 1", "mechanism is 'magic'"),
+        ("mechanism = 'magic'\n[[rank]]\nspeed = 1", 'mechanism is "magic": it must be one of auto, portable'),
         ("link = '1 parsec'\n[[rank]]\nspeed = 1", "link '1 parsec'"),
         ("forward_share = 2\n[[rank]]\nspeed = 1", "forward_share=2"),
         ("sample_ms = 0\n[[rank]]\nspeed = 1", "sample_ms=0"),

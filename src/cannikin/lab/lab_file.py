@@ -25,12 +25,14 @@ from typing import Annotated
 
 import msgspec
 
-from cannikin.errors import ClusterFileError
 from cannikin.lab.cluster import MAX_RANKS, LabCluster, Slowdown, parse_link
 from cannikin.lab.mechanisms import AUTO, MECHANISMS
 from cannikin.toml_files import limit, naming, read_toml
 
 _Count = Annotated[int, limit(f"from 1 to {MAX_RANKS}", lambda count: 1 <= count <= MAX_RANKS)]
+
+_MECHANISMS = (AUTO, *MECHANISMS)
+_Mechanism = Annotated[str, limit(f"one of {', '.join(_MECHANISMS)}", lambda name: name in _MECHANISMS)]
 
 
 class _RankTable(msgspec.Struct, frozen=True):
@@ -41,7 +43,7 @@ class _RankTable(msgspec.Struct, frozen=True):
 
 class _LabTable(msgspec.Struct, frozen=True):
     rank: list[_RankTable]
-    mechanism: str = AUTO
+    mechanism: _Mechanism = AUTO
     link: str | None = None
     sample_ms: float | None = None
     fixed_ms: float = 0.0
@@ -67,21 +69,15 @@ def load_lab_file(path: str | os.PathLike[str]) -> LabFile:
         ClusterFileError: the file is unreadable, malformed or impossible; one line names file, key and limit.
     """
     with naming(path):
-        return _build(read_toml(path, _LabTable, _ADVICE))
-
-
-def _build(table: _LabTable) -> LabFile:
-    names = (AUTO, *MECHANISMS)
-    if table.mechanism not in names:
-        raise ClusterFileError(f"mechanism is {table.mechanism!r}: choose one of {', '.join(names)}")
-    kinds = [(f"rank{i}" if rank.name is None else rank.name, rank) for i, rank in enumerate(table.rank)]
-    cluster = LabCluster(
-        speeds=tuple(rank.speed for _, rank in kinds for _ in range(rank.count)),
-        names=tuple(name for name, rank in kinds for _ in range(rank.count)),
-        sample_s=None if table.sample_ms is None else table.sample_ms / 1e3,
-        fixed_s=table.fixed_ms / 1e3,
-        forward_share=table.forward_share,
-        link_bit_per_s=None if table.link is None else parse_link(table.link),
-        slowdowns=tuple(table.slow),
-    )
+        table = read_toml(path, _LabTable, _ADVICE)
+        kinds = [(f"rank{i}" if rank.name is None else rank.name, rank) for i, rank in enumerate(table.rank)]
+        cluster = LabCluster(
+            speeds=tuple(rank.speed for _, rank in kinds for _ in range(rank.count)),
+            names=tuple(name for name, rank in kinds for _ in range(rank.count)),
+            sample_s=None if table.sample_ms is None else table.sample_ms / 1e3,
+            fixed_s=table.fixed_ms / 1e3,
+            forward_share=table.forward_share,
+            link_bit_per_s=None if table.link is None else parse_link(table.link),
+            slowdowns=tuple(table.slow),
+        )
     return LabFile(cluster=cluster, mechanism=table.mechanism)

@@ -22,10 +22,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
 
+import msgspec
+
 from cannikin.errors import InvalidInputError
 from cannikin.lab.cluster import LabCluster
 from cannikin.lab.mechanisms import AUTO, Mechanism, choose
-from cannikin.lab.run_folder import FOLDER, Agent, exits, first_failure, write_settings
+from cannikin.lab.run_folder import FOLDER, Agent, exits, first_failure
 from cannikin.words import counted
 
 _POLL_S = 0.1
@@ -59,10 +61,10 @@ def launch(
     with _noting_signals() as signals, ExitStack() as undo:
         folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="cannikin-lab-")))
         layout = chosen.set_up(cluster, folder, undo)
-        write_settings(folder, layout.ranks)
         outputs = Outputs()
         undo.callback(outputs.close)
-        for rank in range(cluster.num_ranks):
+        for rank, settings in enumerate(layout.ranks):
+            (folder / f"rank{rank}.settings").write_bytes(msgspec.json.encode(settings))
             for name, stream in (("out", out), ("err", err)):
                 path = folder / f"rank{rank}.{name}"
                 os.mkfifo(path)
@@ -72,8 +74,8 @@ def launch(
         everyone = {**os.environ, **threads, **(environment or {}), FOLDER: str(folder)}
         running: list[subprocess.Popen[bytes]] = []
         try:
-            for agent in layout.agents:
-                prefix = "[torchrun] " if len(layout.agents) == 1 else f"[torchrun {agent.name}] "
+            for number, agent in enumerate(layout.agents):
+                prefix = "[torchrun] " if len(layout.agents) == 1 else f"[torchrun {number}] "
                 running.append(_start(agent, script, everyone, outputs, prefix, err))
             _watch(running, outputs, signals)
         finally:

@@ -12,7 +12,9 @@ import sys
 import time
 from pathlib import Path
 
-from cannikin.lab.run_folder import FOLDER, HOST, Exit, RankSettings, note_exits, read_settings
+import msgspec
+
+from cannikin.lab.run_folder import FOLDER, HOST, Exit, RankSettings, note_exits
 
 
 def main() -> None:
@@ -23,7 +25,8 @@ def main() -> None:
     if os.environ.get(HOST, rank) != rank:
         sys.exit(f"cannikin.lab.rank: rank {rank} came up on host {os.environ[HOST]}: speeds would be mixed up")
     _redirect_output(Path(folder), rank)
-    _take_on(read_settings(Path(folder), int(rank)))
+    settings = Path(folder, f"rank{rank}.settings").read_bytes()
+    _take_on(msgspec.json.decode(settings, type=RankSettings))
     status = 1
     try:
         _run_script(sys.argv[1:])

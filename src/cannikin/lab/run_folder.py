@@ -1,6 +1,6 @@
 """What the launcher tells the agents and the ranks, and what they answer, through files in the folder of the run.
 
-settings.json           what each rank is to be
+rank1.settings          what the rank is to be
 rank1.out, rank1.err    pipes for the rank's output
 rank1.exit              the rank's exit status and when it ended, by its own account
 agent0.exit             what an agent saw its ranks die of
@@ -29,7 +29,6 @@ HOST = "CANNIKIN_LAB_HOST"  # number of the agent, where each rank has one of it
 class Agent:
     """One torchrun to start: its command without the script, and what to add to its environment."""
 
-    name: str
     command: list[str]
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -61,17 +60,6 @@ def agent_command(name: str, folder: Path, *options: str) -> list[str]:
     """Return the command of an agent with these options of torchrun; its files go to the folder, the script follows."""
     torchrun = [f"--log-dir={folder / 'torchrun'}", *options]
     return [sys.executable, "-m", "cannikin.lab.agent", name, *torchrun, "-m", "cannikin.lab.rank"]
-
-
-def write_settings(folder: Path, ranks: list[RankSettings]) -> None:
-    """Leave the ranks' settings in the folder."""
-    (folder / "settings.json").write_bytes(msgspec.json.encode(ranks))
-
-
-def read_settings(folder: Path, rank: int) -> RankSettings:
-    """Return the settings of this rank."""
-    ranks = msgspec.json.decode((folder / "settings.json").read_bytes(), type=list[RankSettings])
-    return ranks[rank]
 
 
 def note_exits(folder: Path, who: str, items: Sequence[Exit]) -> None:

@@ -151,7 +151,7 @@ def _agents(tag: str, groups: Sequence[Path | None], folder: Path) -> list[Agent
             # torch warns on every connection that the hosts have no names to look up.
             "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         }
-        agents.append(Agent(name=str(rank), command=command, environment=environment))
+        agents.append(Agent(command=command, environment=environment))
     return agents
 
 

@@ -55,7 +55,7 @@ class Mps:
             os.mkdir(directory)
         daemon = {**os.environ, **directories, "CUDA_VISIBLE_DEVICES": device}
         undo.callback(_control, daemon, "quit -t 5\n")
-        started = _control(daemon, None, "-d")
+        started = _control(daemon, "", "-d")
         if started.returncode != 0:
             words = (started.stderr or started.stdout).strip().replace("\n", " ")
             raise MechanismError(f"{_CONTROL} -d failed: {words or f'exit status {started.returncode}'}")
@@ -67,7 +67,7 @@ class Mps:
             RankSettings(environment={"LOCAL_RANK": "0", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(share)})
             for share in shares_percent(cluster.speeds)
         ]
-        return Layout(agents=[Agent(name="0", command=command, environment=environment)], ranks=ranks)
+        return Layout(agents=[Agent(command=command, environment=environment)], ranks=ranks)
 
 
 def shares_percent(speeds: tuple[float, ...]) -> list[int]:
@@ -83,12 +83,11 @@ def shares_percent(speeds: tuple[float, ...]) -> list[int]:
     return [max(1, math.floor(100 * speed / whole + 1e-9)) for speed in speeds]
 
 
-def _control(environment: dict[str, str], text: str | None, *options: str) -> subprocess.CompletedProcess[str]:
+def _control(environment: dict[str, str], text: str, *options: str) -> subprocess.CompletedProcess[str]:
     """Call MPS's tool once; in a session of its own, so that the terminal's interrupt does not end the daemon."""
     return subprocess.run(
         [_CONTROL, *options],
         input=text,
-        stdin=None if text is not None else subprocess.DEVNULL,
         capture_output=True,
         text=True,
         env=environment,

@@ -33,4 +33,4 @@ class Portable:
             RankSettings(device=device, environment={"CANNIKIN_DEVICE": f"lab device of speed {device.speed:g}"})
             for device in cluster.devices()
         ]
-        return Layout(agents=[Agent(name="0", command=command)], ranks=ranks)
+        return Layout(agents=[Agent(command=command)], ranks=ranks)
