@@ -39,12 +39,7 @@ _TYPES: dict[type[inspect.Type], tuple[tuple[type, ...], str]] = {
 
 
 def limit(words: str, allows: Callable[[Any], bool]) -> msgspec.Meta:
-    """Return the limit of a key, for the `Annotated` type of a form's field.
-
-    Args:
-        words: what a value must be; it follows "it must be".
-        allows: whether a value, already of the right type, is within the limit.
-    """
+    """Return the limit of a key, for the `Annotated` type of a form's field; `words` follow "it must be"."""
     return msgspec.Meta(extra={"words": words, "allows": allows})
 
 

@@ -23,7 +23,6 @@ RESULT = Result(
     is_done=True,
     seconds_to_target=12.0,
     median_step_ms=80.0,
-    last_steps_ms=81.0,
     accuracy=0.975,
     steps=150,
     samples=7200,

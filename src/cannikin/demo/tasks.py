@@ -49,7 +49,6 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     is_done: bool
     seconds_to_target: float | None
     median_step_ms: float
-    last_steps_ms: float
     accuracy: float
     steps: int
     samples: int

@@ -109,7 +109,6 @@ class Run:
             is_done=is_done,
             seconds_to_target=round(self.seconds, 3) if self.accuracy >= self.task.target else None,
             median_step_ms=round(statistics.median(self.step_seconds) * 1e3, 2),
-            last_steps_ms=round(statistics.median(self.step_seconds[-50:]) * 1e3, 2),
             accuracy=round(self.accuracy, 4),
             steps=len(self.step_seconds),
             samples=self.samples,

@@ -93,11 +93,9 @@ class Throttle:
         ]
 
     def remove(self) -> None:
-        """Slow nothing from now on."""
+        """Slow nothing from now on: hooks on parameters wait for a forward."""
         for handle in self._handles:
             handle.remove()
-        for root in self._roots.values():
-            root.remove()
 
     def _before_module(self, module: torch.nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():  # inside a compiled module, which has these hooks itself
@@ -168,16 +166,12 @@ class _Root:
         self._arrived: set[int] = set()  # layers whose gradient has appeared
         self._begun: set[int] = set()  # forwards that this backward goes through
         self._num_expected = 0  # forwards so far
-        self._handles = []
-        layers = [_trained_parameters(part) for part in module.modules()]
-        layers = [layer for layer in layers if layer]
+        parts = (part.parameters(recurse=False) for part in module.modules())
+        layers = [layer for part in parts if (layer := [weight for weight in part if weight.requires_grad])]
         self._num_layers = len(layers)  # in the first backward; later, as many as the backward before reached
         for number, layer in enumerate(layers):
-            self._handles += [_hook(parameter, self._arrival_of(number)) for parameter in layer]
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+            for parameter in layer:
+                _hook(parameter, self._arrival_of(number))
 
     def expect(self, output: Any, backward_s: float) -> None:
         """Expect the backward of this output of a training forward; it is to last `backward_s`."""
@@ -216,21 +210,17 @@ class _Root:
         self._begun = set()
 
 
-def _hook(tensor: torch.Tensor, call: Callable[[torch.Tensor], None]) -> Any:
+def _hook(tensor: torch.Tensor, call: Callable[[torch.Tensor], None]) -> None:
     """Have `call` called with the tensor's gradient; a model saved whole leaves the hook behind without a warning."""
     left_behind: Any = torch.utils.hooks.unserializable_hook
     register: Any = tensor.register_hook
-    return register(left_behind(call))
+    register(left_behind(call))
 
 
 def _inside(module: torch.nn.Module) -> torch.nn.Module:
     """Return the user's module in DDP, or the module itself."""
     inside: torch.nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
     return inside
-
-
-def _trained_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    return [parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad]
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
