@@ -13,8 +13,7 @@
     min_batch = 1           # optional
     max_batch = 512         # optional: memory
 
-A wrong file raises `ClusterFileError` with one line that names the file, the key and the limit. Nothing is guessed, and
-a key nobody knows is an error. Limits against slips of the pen: `MAX_RANKS`, `MAX_BATCH`, `MAX_NAME`, `TIMES_MS`.
+Limits against slips of the pen: `MAX_RANKS`, `MAX_BATCH`, `MAX_NAME`, `TIMES_MS`.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ def load_cluster(path: str | os.PathLike[str]) -> Cluster:
     Ranks come in file order. `Cluster.names` repeats a node's name for each of its ranks, and nodes may share a name.
 
     Raises:
-        ClusterFileError: the file is unreadable, malformed or impossible.
+        ClusterFileError: the file is unreadable, malformed or impossible; one line names file, key and limit.
 
     Example:
         >>> import pathlib, tempfile

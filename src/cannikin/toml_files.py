@@ -57,7 +57,6 @@ def read_toml(path: str | os.PathLike[str], form: type[_Form], advice: Mapping[s
 
     Args:
         path: a TOML file in UTF-8; a byte order mark and CRLF are fine.
-        form: what the file must look like.
         advice: by key, what to write where it is missing or is no table.
 
     Raises:
