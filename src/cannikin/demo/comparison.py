@@ -111,7 +111,7 @@ class Bars(Progress):
         """Leave the bars as they are, without a panel."""
         self._waiting.clear()
         super().stop()
-        for run in self._followed.values():  # rich's thread, which reads them, has ended
+        for run in self._followed.values():  # rich's thread draws no more, so it reads no more
             run.close()
 
     def show(self, result: Result) -> None:
