@@ -236,7 +236,12 @@ class ScalarObserver(_Throttled):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(every_s, max_ranks, clock)
-        self._method = None if run is None else _logger(run)
+        self._method = getattr(run, "log_metrics", None) or getattr(run, "log", None)
+        if run is not None and not callable(self._method):
+            raise InvalidInputError(
+                f"{type(run).__name__} has neither log_metrics(dict, step) nor log(dict, step): give a run of W&B, the "
+                "module mlflow, or an object with one of these"
+            )
         self._by_name = self._method is not None and _takes_step(self._method)
         self._with_step = with_step
         self._step = 0
@@ -257,18 +262,6 @@ class ScalarObserver(_Throttled):
             self._method(values, step=self._step)
         else:
             self._method(values, self._step)
-
-
-def _logger(run: Any) -> Callable[..., Any]:
-    for name in ("log_metrics", "log"):
-        method = getattr(run, name, None)
-        if callable(method):
-            found: Callable[..., Any] = method
-            return found
-    raise InvalidInputError(
-        f"{type(run).__name__} has neither log_metrics(dict, step) nor log(dict, step): give a run of W&B, the module "
-        "mlflow, or an object with one of these"
-    )
 
 
 def _takes_step(method: Callable[..., Any]) -> bool:

@@ -100,13 +100,10 @@ class LiveState:
         elif event.kind == "eval":
             self.metrics, self.metrics_step = numbers_of(event), event.step
         else:
-            self._begin_pass(event)
-
-    def _begin_pass(self, event: EventRecord) -> None:
-        numbers = numbers_of(event)
-        epoch, position = (int(numbers.get(name, 0)) for name in ("epoch", "position"))
-        self.current_pass = Pass(epoch=epoch, first_step=event.step, position=position, goal=numbers.get("goal"))
-        self._samples_of_pass = 0
+            numbers = numbers_of(event)
+            epoch, position = (int(numbers.get(name, 0)) for name in ("epoch", "position"))
+            self.current_pass = Pass(epoch=epoch, first_step=event.step, position=position, goal=numbers.get("goal"))
+            self._samples_of_pass = 0
 
     # How far it is.
 

@@ -45,11 +45,6 @@ class Windows:
     def __len__(self) -> int:
         return len(self.first_step)
 
-    @property
-    def num_ranks(self) -> int:
-        """The number n of ranks."""
-        return int(self.local_batches.shape[1])
-
     def stairs(self, rows: IntArray) -> FloatArray:
         """Return the first steps of these windows and the end of the last window of all: where lines turn."""
         return np.append(self.first_step[rows], self.first_step[-1] + self.num_steps[-1])
@@ -212,6 +207,11 @@ class Stretch:
     def total_batch(self) -> int:
         """The total batch B."""
         return sum(self.local_batches)
+
+
+def late_stretch(windows: Windows) -> Stretch | None:
+    """Return the last windows, as far back as they have the last split; None where there is no window."""
+    return stretch(windows, late_rows(windows)) if len(windows) else None
 
 
 def stretch(windows: Windows, rows: IntArray) -> Stretch:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cannikin.core.values import FloatArray, IntArray
+from cannikin.core.values import IntArray
 from cannikin.report.numbers import (
     Bar,
     ByRank,
@@ -36,7 +36,6 @@ from cannikin.report.page import (
     series_colour,
     series_keys,
 )
-from cannikin.runlog import Timeline
 from cannikin.runlog.times import ACTIVITIES, activity
 from cannikin.words import amount, duration, rank_name, split
 
@@ -120,12 +119,16 @@ def utilisation(windows: Windows) -> Figure | Missing:
     stretches = [("whole run", whole)]
     if len(windows) and len(np.intersect1d(early, late)) == 0:
         stretches = [(_steps_of("first", windows, early), early), *stretches, (_steps_of("last", windows, late), late)]
-    ranks = ranks_to_draw(windows.num_ranks, _MOST_ROWS)
-    views = []
+    ranks = ranks_to_draw(windows.local_batches.shape[1], _MOST_ROWS)
+    places, views = list(range(len(ranks))), []
     for label, rows in stretches:
         shares = 100 * mean_shares(windows.times_ms[rows], windows.num_steps[rows])
         if np.isfinite(shares).any():
-            views.append(View(label, _share_bars(shares[ranks])))
+            traces = [
+                bars(x=numbers(own), y=places, name=name, marker=_filling(role), hovertemplate="%{x:.1f}%")
+                for (name, role), own in zip(_ROLES.items(), shares[ranks].T, strict=True)
+            ]
+            views.append(View(label, traces))
     if not views:
         return Missing("utilisation", title, NO_WINDOWS)
     return Figure(
@@ -148,35 +151,29 @@ def _steps_of(which: str, windows: Windows, rows: IntArray) -> str:
     return f"{which} split (steps {start:,.0f} to {end:,.0f})"
 
 
-def _share_bars(shares: FloatArray) -> list[dict[str, Any]]:
-    y, shown = list(range(len(shares))), "%{x:.1f}%"
-    return [
-        bars(x=numbers(own), y=y, name=name, marker=_filling(_ROLES[name]), hovertemplate=shown)
-        for name, own in zip(ACTIVITIES, shares.T, strict=True)
-    ]
-
-
 def step_timeline(run: RunArrays) -> Figure | Missing:
     """Draw a step to scale, one before anything was learned and one of the last."""
     title = "Timeline of one step"
-    lines = [line for line in (run.early, run.late) if line is not None]
-    lines = lines[:1] if len(lines) == 2 and lines[0] == lines[1] else lines
-    if not lines:
+    steps = [step for step in (run.early, run.late) if step is not None]
+    steps = steps[:1] if len(steps) == 2 and steps[0] == steps[1] else steps
+    if not steps:
         return Missing("timeline", title, "The log holds no step's full timeline.")
-    drawn = [timeline_bars(line) for line in lines]
-    lengths_ms = [max(bar.start_ms + bar.length_ms for bar in own) for own in drawn]
-    labels = ("early: ", "late: ") if len(lines) == 2 else ("",)
-    ranks = ranks_to_draw(max(len(line.local_batches) for line in lines), _MOST_ROWS)
+    ranks = ranks_to_draw(max(len(step.local_batches) for step in steps), _MOST_ROWS)
+    views, longest_ms = [], 0.0
+    for when, step in zip(("early: ", "late: ") if len(steps) == 2 else ("",), steps, strict=True):
+        drawn = timeline_bars(step)
+        length_ms = max(bar.start_ms + bar.length_ms for bar in drawn)
+        batches = f", split {split(step.local_batches)}" if len(step.local_batches) <= 4 else ""
+        label = f"{when}step {step.step:,}, {duration(length_ms)}{batches}"
+        views.append(View(label, _timeline_traces(drawn, ranks)))
+        longest_ms = max(longest_ms, length_ms)
     return Figure(
         name="timeline",
         title=title,
         caption="Above, what a rank computes; below, its gradient's all-reduces, bucket by bucket. Ranks are lined up "
         "by the end of the last all-reduce. In a good split no rank waits long.",
-        views=[
-            View(f"{label}{_timeline_words(line, length_ms)}", _timeline_traces(own, ranks))
-            for label, line, length_ms, own in zip(labels, lines, lengths_ms, drawn, strict=True)
-        ],
-        x=axis("time in the step (ms)", range=[0, 1.02 * max(lengths_ms)]),
+        views=views,
+        x=axis("time in the step (ms)", range=[0, 1.02 * longest_ms]),
         y=_rank_axis(ranks),
         more={"barmode": "overlay", "hovermode": "closest"},
         legend=(
@@ -188,11 +185,6 @@ def step_timeline(run: RunArrays) -> Figure | Missing:
         height=110 + len(ranks) * (42 if len(ranks) <= MOST_LINES else 22),
         wide=True,
     )
-
-
-def _timeline_words(line: Timeline, length_ms: float) -> str:
-    batches = f", split {split(line.local_batches)}" if len(line.local_batches) <= 4 else ""
-    return f"step {line.step:,}, {duration(length_ms)}{batches}"
 
 
 def _timeline_traces(drawn: list[Bar], ranks: list[int]) -> list[dict[str, Any]]:

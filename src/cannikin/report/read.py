@@ -206,11 +206,11 @@ class _RunSoFar:
             metrics=metrics,
             targets={key: float(goal.value[-1]) for key, goal in goals.items()},
             in_training_time=self._in_training_time,
-            plans=self._changes.kept,
+            plans=tuple(self._changes.kept),
             num_changes=self._changes.num_seen,
             last_plan=self._recent[-1] if self._recent else None,
             compared=self._compared.kept,
-            events=self._events.kept,
+            events=tuple(self._events.kept),
             num_events=self._events.num_seen,
             early=_typical(self._timelines.kept[:_NUM_TIMELINES]),
             late=_typical(self._timelines.kept[: -_NUM_TIMELINES - 1 : -1]),
@@ -292,27 +292,18 @@ class Ends(Generic[T]):
         >>> for number in range(9):
         ...     ends.add(number)
         >>> ends.kept, ends.num_seen
-        ((0, 1, 7, 8), 9)
+        ([0, 1, 7, 8], 9)
     """
 
     def __init__(self, size: int) -> None:
-        self._size = size
-        self._first: list[T] = []
-        self._last: deque[T] = deque(maxlen=size)
-        self.num_seen = 0
+        self._size, self.num_seen = size, 0
+        self.kept: list[T] = []
 
     def add(self, value: T) -> None:
         """Take one more."""
         self.num_seen += 1
-        if len(self._first) < self._size:
-            self._first.append(value)
-        else:
-            self._last.append(value)
-
-    @property
-    def kept(self) -> tuple[T, ...]:
-        """Those kept, in order."""
-        return (*self._first, *self._last)
+        self.kept.append(value)
+        del self.kept[self._size : -self._size]  # the one in the middle, once there are too many
 
 
 class Spread(Generic[T]):

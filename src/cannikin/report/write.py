@@ -16,7 +16,7 @@ from cannikin.report.numbers import (
     Stretch,
     Target,
     early_rows,
-    late_rows,
+    late_stretch,
     prediction_error,
     reached,
     stretch,
@@ -84,8 +84,8 @@ def _target_words(run: RunArrays, target: Target) -> str:
 def _facts(run: RunArrays) -> list[tuple[str, str]]:
     """Return single numbers worth a glance, as far as they are known."""
     facts = [("time", duration(run.duration_ms)), ("steps", f"{run.last_step:,}")]
-    if len(run.windows):
-        late = stretch(run.windows, late_rows(run.windows))
+    late = late_stretch(run.windows)
+    if late is not None:
         waiting = _known(activity(late.shares, "waiting"))
         noise = _known(run.windows.noise_scale)
         facts += [
@@ -105,14 +105,13 @@ def _known(values: FloatArray) -> FloatArray:
 def _ranks(run: RunArrays) -> Table:
     """Return where each rank runs, and what it came to take and do; without columns that are empty for all."""
     windows = run.windows
-    shares = stretch(windows, late_rows(windows)).shares if len(windows) else None
+    late = late_stretch(windows)
     rows = []
     for rank in range(min(run.header.world_size, _MOST_RANKS)):
         info = run.header.rank(rank)
-        batches, spent = ("", ""), np.full(len(ACTIVITIES), np.nan)
-        if shares is not None and rank < len(shares):  # a run that resumes on more ranks may not have measured them yet
-            first, last = windows.local_batches[[0, -1], rank]
-            batches, spent = (_batch(first), _batch(last)), shares[rank]
+        first, last, spent = math.nan, math.nan, np.full(len(ACTIVITIES), np.nan)
+        if late is not None and rank < len(late.shares):  # more ranks after a resume may not have been measured yet
+            (first, last), spent = windows.local_batches[[0, -1], rank], late.shares[rank]
         rows.append(
             {
                 "rank": f"{rank}",
@@ -120,8 +119,8 @@ def _ranks(run: RunArrays) -> Table:
                 "host": info.host,
                 "device": info.device,
                 "memory": memory(info.memory_bytes),
-                "first batch": batches[0],
-                "last batch": batches[1],
+                "first batch": f"{first:,.0f}" if math.isfinite(first) else "",
+                "last batch": f"{last:,.0f}" if math.isfinite(last) else "",
                 "computing": percent(float(activity(spent, "optimizer and forward", "backward"))),
                 "waiting": percent(float(activity(spent, "waiting"))),
             }
@@ -132,10 +131,6 @@ def _ranks(run: RunArrays) -> Table:
     if run.header.world_size > _MOST_RANKS:
         note += f" The first {_MOST_RANKS} of {run.header.world_size:,} ranks."
     return Table(title="Ranks", rows=rows, note=note, folded=len(rows) > 16)
-
-
-def _batch(batch: float) -> str:
-    return f"{batch:,.0f}" if math.isfinite(batch) else ""
 
 
 def _plans(run: RunArrays) -> Table:
@@ -190,12 +185,12 @@ def _rank_name(run: RunArrays, rank: int) -> str:
 
 def headline(run: RunArrays) -> list[str]:
     """Return the run in sentences: what ran, how it went, who held it up, where the log ends."""
-    said = [_what_ran(run)]
-    if len(run.windows):
-        early, late = (stretch(run.windows, rows(run.windows)) for rows in (early_rows, late_rows))
-        said += [_outcome(run, late), _gain(early, late), _bottleneck(run, late)]
-    else:
+    said, late = [_what_ran(run)], late_stretch(run.windows)
+    if late is None:
         said.append("No window of steps has been written yet, so there is nothing to draw.")
+    else:
+        early = stretch(run.windows, early_rows(run.windows))
+        said += [_outcome(run, late), _gain(early, late), _bottleneck(run, late)]
     return [sentence for sentence in (*said, *_damage(run), _ending(run)) if sentence]
 
 
@@ -272,7 +267,6 @@ def _damage(run: RunArrays) -> list[str]:
 
 
 def _ending(run: RunArrays) -> str:
-    """Return where the log ends."""
     if run.ended is not None:
         why = f": {run.ended.text}" if run.ended.text else ""
         return f"The run ended as it should, at step {run.last_step:,}{why}."
@@ -318,7 +312,7 @@ def _runs(runs: list[RunArrays], result: Reached | None) -> Table:
     """Return one row per run."""
     rows = []
     for place, run in enumerate(runs):
-        late = stretch(run.windows, late_rows(run.windows)) if len(run.windows) else None
+        late = late_stretch(run.windows)
         row = {
             "run": run.name,
             "policy": run.header.policy,
