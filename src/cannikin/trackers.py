@@ -83,8 +83,10 @@ def scalars(record: Record, *, initial_batch: int | None = None) -> dict[str, fl
         found = {**_run_scalars(record, initial_batch), **_rank_scalars(record)}
     elif isinstance(record, PlanRecord):
         found = {"cannikin/predicted_step_ms": record.predicted_step_ms}
-    elif isinstance(record, EventRecord):
-        found = _event_scalars(record)
+    elif isinstance(record, EventRecord) and record.kind == "eval":
+        found = {f"cannikin/eval/{name}": value for name, value in numbers_of(record).items()}
+    elif isinstance(record, EventRecord) and record.kind == "epoch":
+        found = {"cannikin/epoch": numbers_of(record).get("epoch")}
     else:
         found = {}
     return {name: float(value) for name, value in found.items() if value is not None and math.isfinite(value)}
@@ -123,13 +125,6 @@ def _rank_scalars(window: WindowRecord) -> dict[str, float | None]:
     return found
 
 
-def _event_scalars(event: EventRecord) -> dict[str, float | None]:
-    numbers = numbers_of(event)
-    if event.kind == "eval":
-        return {f"cannikin/eval/{name}": value for name, value in numbers.items()}
-    return {"cannikin/epoch": numbers["epoch"]} if event.kind == "epoch" and "epoch" in numbers else {}
-
-
 # Observers.
 
 
@@ -145,11 +140,13 @@ class _Throttled:
         self._taken_at = -float("inf")
         self._left_out: WindowRecord | None = None
         self._initial_batch: int | None = None
+        self._latest_step = 0
 
     def write(self, event: Record, /) -> None:
         """Take a record of the run."""
         if isinstance(event, Header):
-            self._initial_batch = event.job.batch_size
+            self._initial_batch, self._latest_step = event.job.batch_size, event.first_step  # a resume may go back
+        self._latest_step = max(self._latest_step, step_of(event))
         self._log(self._scalars(event), step_of(event))
 
     def _log(self, values: dict[str, float], step: int) -> None:
@@ -244,24 +241,16 @@ class ScalarObserver(_Throttled):
             )
         self._by_name = self._method is not None and _takes_step(self._method)
         self._with_step = with_step
-        self._step = 0
-
-    def write(self, event: Record, /) -> None:
-        """Take a record of the run."""
-        if isinstance(event, Header):
-            self._step = event.first_step  # a resumed run may go back
-        super().write(event)
 
     def _log(self, values: dict[str, float], step: int) -> None:
-        self._step = max(self._step, step)
         if not values or self._method is None:
             return
         if not self._with_step:
             self._method(values)
         elif self._by_name:
-            self._method(values, step=self._step)
+            self._method(values, step=self._latest_step)
         else:
-            self._method(values, self._step)
+            self._method(values, self._latest_step)
 
 
 def _takes_step(method: Callable[..., Any]) -> bool:
@@ -345,7 +334,7 @@ class PrometheusObserver:
             families["cannikin_info"].add_sample("cannikin_info", {**self._labels, **info}, 1.0)
         for name, value in values.items():
             entry, own = _entry(name, header)
-            family = _family(entry)
+            family = entry.replace("{rank}", "").replace("/{name}", "").replace("/", "_").replace("_ms", "_seconds")
             if family not in families:
                 families[family] = Metric(family, SCALARS[entry].meaning, "gauge")
             scaled = value * 1e-3 if entry.endswith("_ms") else value
@@ -364,9 +353,3 @@ def _entry(name: str, header: Header | None) -> tuple[str, dict[str, str]]:
     if header is not None and rank < len(header.ranks):
         own |= {"device": header.ranks[rank].device, "host": header.ranks[rank].host}
     return f"cannikin/rank{{rank}}/{found[2]}", own
-
-
-def _family(entry: str) -> str:
-    """Return a name of `SCALARS` as Prometheus has it."""
-    words = entry.replace("{rank}", "").replace("/{name}", "").replace("/", "_")
-    return f"{words.removesuffix('_ms')}_seconds" if words.endswith("_ms") else words

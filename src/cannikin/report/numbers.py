@@ -6,17 +6,78 @@ Legend: W windows, n ranks (the most there ever were), A activities.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from cannikin.core.values import BoolArray, FloatArray, IntArray
-from cannikin.runlog import EventRecord, Header, PlanRecord, Timeline
+from cannikin.runlog import EventRecord, Header, PlanRecord, RunLogReader, Timeline
 from cannikin.runlog.times import NS_PER_MS, activity, longest_ns, rank_moments
 
 ByRank = npt.NDArray[np.float32]  # a long log of many ranks has most of its numbers in these
 _MOST_STRETCH_WINDOWS = 50
+
+T = TypeVar("T")
+
+
+# What to keep of a stream of unknown length.
+
+
+class Ends(Generic[T]):
+    """The first and the last `size` of a stream.
+
+    Example:
+        >>> ends = Ends[int](2)
+        >>> for number in range(9):
+        ...     ends.add(number)
+        >>> ends.kept, ends.num_seen
+        ([0, 1, 7, 8], 9)
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size, self.num_seen = size, 0
+        self.kept: list[T] = []
+
+    def add(self, value: T) -> None:
+        """Take one more."""
+        self.num_seen += 1
+        self.kept.append(value)
+        del self.kept[self._size : -self._size]  # the one in the middle, once there are too many
+
+
+class Spread(Generic[T]):
+    """At most `size` of a stream, evenly spaced, the first and the last among them.
+
+    Example:
+        >>> spread = Spread[int](4)
+        >>> for number in range(100):
+        ...     spread.add(number)
+        >>> spread.kept
+        (0, 64, 99)
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size, self._stride, self._num_seen = size, 1, 0
+        self._kept: list[T] = []
+        self._last: list[T] = []
+
+    def add(self, value: T) -> None:
+        """Take one more."""
+        self._last = [value]
+        if self._num_seen % self._stride == 0:
+            self._kept.append(value)
+            if len(self._kept) == self._size:
+                self._kept, self._stride = self._kept[::2], self._stride * 2
+        self._num_seen += 1
+
+    @property
+    def kept(self) -> tuple[T, ...]:
+        """Those kept, in order."""
+        return tuple(self._kept) if self._kept[-1:] == self._last else (*self._kept, *self._last)
+
+
+# One run.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,19 +129,15 @@ class RunArrays:
     metrics: dict[str, Metric]
     targets: dict[str, float]  # values that metrics are to reach, where the run logged them as `target_NAME`
     in_training_time: bool  # whether metrics are over the time spent training, as the run logged it in `train_s`
-    plans: tuple[PlanRecord, ...]  # those that changed the split, the first and the last such ones of very many
-    num_changes: int  # how often the split changed
+    plans: Ends[PlanRecord]  # those that changed the split
     last_plan: PlanRecord | None
     compared: tuple[PlanRecord, ...]  # plans that compared total batches, spread evenly over the run
-    events: tuple[EventRecord, ...]  # all but evaluations and epochs, the first and the last ones of very many
-    num_events: int  # how many there were
+    events: Ends[EventRecord]  # all but evaluations and epochs
     early: Timeline | None  # a step of the first split
     late: Timeline | None  # a step of the last split
     last_step: int  # the highest that the log mentions since the last header
     ended: EventRecord | None  # the event that says so, where the run ended as it should
-    truncated: bool  # this and the next two as in `RunLog`
-    num_unreadable: int
-    num_unknown: int
+    reader: RunLogReader  # which knows what it left out
 
     @property
     def header(self) -> Header:

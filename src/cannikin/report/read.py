@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import fields
 from itertools import chain, takewhile
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
 from cannikin.core.values import FloatArray
 from cannikin.errors import InvalidInputError, RunLogError
-from cannikin.report.numbers import ByRank, Metric, RunArrays, Windows, latest
+from cannikin.report.numbers import ByRank, Ends, Metric, RunArrays, Spread, Windows, latest
 from cannikin.runlog import (
     RUNLOG_NAME,
     EventRecord,
@@ -50,9 +50,6 @@ _NUM_TIMELINES = 9
 _ALWAYS = {"eval", "epoch"}  # events with a figure of their own, or too many to list
 _TRAINING_TIME = "train_s"  # what an evaluation may log beside its metrics: seconds of training before it
 _TARGET = "target_"  # before a metric's name: the value that it is to reach
-
-T = TypeVar("T")
-
 
 # Which runs a path names.
 
@@ -206,19 +203,15 @@ class _RunSoFar:
             metrics=metrics,
             targets={key: float(goal.value[-1]) for key, goal in goals.items()},
             in_training_time=self._in_training_time,
-            plans=tuple(self._changes.kept),
-            num_changes=self._changes.num_seen,
+            plans=self._changes,
             last_plan=self._recent[-1] if self._recent else None,
             compared=self._compared.kept,
-            events=tuple(self._events.kept),
-            num_events=self._events.num_seen,
+            events=self._events,
             early=_typical(self._timelines.kept[:_NUM_TIMELINES]),
             late=_typical(self._timelines.kept[: -_NUM_TIMELINES - 1 : -1]),
             last_step=self._last_step,
             ended=self._ended,
-            truncated=reader.truncated,
-            num_unreadable=reader.num_unreadable,
-            num_unknown=reader.num_unknown,
+            reader=reader,
         )
 
 
@@ -279,63 +272,6 @@ def _metric(rows: list[tuple[int, float, float]]) -> Metric:
     steps, elapsed_ms, value = np.array(rows, dtype=np.float64).T
     stands = latest(steps)
     return Metric(elapsed_ms[stands], value[stands])
-
-
-# What to keep of a stream of unknown length.
-
-
-class Ends(Generic[T]):
-    """The first and the last `size` of a stream.
-
-    Example:
-        >>> ends = Ends[int](2)
-        >>> for number in range(9):
-        ...     ends.add(number)
-        >>> ends.kept, ends.num_seen
-        ([0, 1, 7, 8], 9)
-    """
-
-    def __init__(self, size: int) -> None:
-        self._size, self.num_seen = size, 0
-        self.kept: list[T] = []
-
-    def add(self, value: T) -> None:
-        """Take one more."""
-        self.num_seen += 1
-        self.kept.append(value)
-        del self.kept[self._size : -self._size]  # the one in the middle, once there are too many
-
-
-class Spread(Generic[T]):
-    """At most `size` of a stream, evenly spaced, the first and the last among them.
-
-    Example:
-        >>> spread = Spread[int](4)
-        >>> for number in range(100):
-        ...     spread.add(number)
-        >>> spread.kept
-        (0, 64, 99)
-    """
-
-    def __init__(self, size: int) -> None:
-        self._size, self._stride, self._num_seen = size, 1, 0
-        self._kept: list[T] = []
-        self._last: list[T] = []
-
-    def add(self, value: T) -> None:
-        """Take one more."""
-        self._last = [value]
-        if self._num_seen % self._stride == 0:
-            if len(self._kept) == self._size - 1:
-                self._kept, self._stride = self._kept[::2], self._stride * 2
-            if self._num_seen % self._stride == 0:
-                self._kept.append(value)
-        self._num_seen += 1
-
-    @property
-    def kept(self) -> tuple[T, ...]:
-        """Those kept, in order."""
-        return tuple(self._kept) if self._kept[-1:] == self._last else (*self._kept, *self._last)
 
 
 def _typical(lines: Sequence[Timeline]) -> Timeline | None:

@@ -135,9 +135,8 @@ def _ranks(run: RunArrays) -> Table:
 
 def _plans(run: RunArrays) -> Table:
     """Return every change of the split, with its reason."""
-    shown = list(run.plans)
-    if run.last_plan is not None and run.last_plan not in shown:
-        shown.append(run.last_plan)
+    changes, num_changes = run.plans.kept, run.plans.num_seen
+    last = [run.last_plan] if run.last_plan is not None and run.last_plan not in changes else []
     rows = [
         {
             "from step": f"{plan.first_step:,}",
@@ -147,11 +146,11 @@ def _plans(run: RunArrays) -> Table:
             "phase": plan.phase,
             "reason": plan.reason,
         }
-        for plan in shown
+        for plan in [*changes, *last]
     ]
-    times = "Once" if run.num_changes == 1 else f"{run.num_changes:,} times"
+    times = "Once" if num_changes == 1 else f"{num_changes:,} times"
     note = f"{times} a plan with another split was made; the last plan of all ends the table."
-    note = note + _left_out(run.num_changes - len(run.plans)) if rows else "The log holds no plan."
+    note = note + _left_out(num_changes - len(changes)) if rows else "The log holds no plan."
     return Table(title="Plans and their reasons", rows=rows, note=note, folded=len(rows) > 24)
 
 
@@ -163,9 +162,9 @@ def _events(run: RunArrays) -> Table:
             "kind": event.kind,
             "what happened": event.text or ", ".join(f"{name} {value}" for name, value in event.data.items()),
         }
-        for event in run.events
+        for event in run.events.kept
     ]
-    note = _left_out(run.num_events - len(run.events)).lstrip()
+    note = _left_out(run.events.num_seen - len(rows)).lstrip()
     note = note if rows else "Nothing but steps, evaluations and epochs happened."
     return Table(title="Events", rows=rows, note=note, folded=len(rows) > 12)
 
@@ -259,10 +258,10 @@ def _damage(run: RunArrays) -> list[str]:
     if run.num_redone:
         were = "window was" if run.num_redone == 1 else "windows were"
         said.append(f"{run.num_redone:,} {were} done again after a resume; the figures show what was done last.")
-    if run.num_unreadable:
-        said.append(f"Damaged lines of the log that were left out: {run.num_unreadable:,}.")
-    if run.num_unknown:
-        said.append(f"Lines of kinds that this version does not know, and left out: {run.num_unknown:,}.")
+    if run.reader.num_unreadable:
+        said.append(f"Damaged lines of the log that were left out: {run.reader.num_unreadable:,}.")
+    if run.reader.num_unknown:
+        said.append(f"Lines of kinds that this version does not know, and left out: {run.reader.num_unknown:,}.")
     return said
 
 
@@ -270,7 +269,7 @@ def _ending(run: RunArrays) -> str:
     if run.ended is not None:
         why = f": {run.ended.text}" if run.ended.text else ""
         return f"The run ended as it should, at step {run.last_step:,}{why}."
-    cut = ", inside a line," if run.truncated else ""
+    cut = ", inside a line," if run.reader.truncated else ""
     return f"The run is still running or was killed: the log ends{cut} at step {run.last_step:,}."
 
 
