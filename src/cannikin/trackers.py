@@ -153,7 +153,6 @@ class _Throttled:
         raise NotImplementedError
 
     def _scalars(self, record: Record) -> dict[str, float]:
-        """Return what to pass on of a record."""
         if isinstance(record, WindowRecord):
             now = self._clock()
             if now - self._taken_at < self._every_s:

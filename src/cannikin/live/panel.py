@@ -138,7 +138,6 @@ def _progress(state: LiveState, look: Look) -> list[Line]:
 
 
 def _facts(state: LiveState, ranks: list[RankNow], look: Look) -> list[Line]:
-    """Return total batch, speed, noise and rates."""
     if state.window is None:
         return []
     steps, totals = ([getattr(point, name) for point in state.points] for name in ("step_ms", "total_batch"))

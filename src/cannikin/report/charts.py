@@ -208,10 +208,17 @@ def _over_time(
     return Figure(name, title, caption, [View("", traces)], x, y, legend=keys if len(runs) > 1 else ())
 
 
-def _column(windows: Windows, column: str) -> Metric:
-    """Return a column of the windows over time, where it is known."""
-    values: FloatArray = getattr(windows, column)
-    return Metric(windows.elapsed_ms[np.isfinite(values)], values[np.isfinite(values)])
+def _column_over_time(
+    runs: list[RunArrays], column: str, name: str, title: str, caption: str, unit: str, *, missing: str, **more: Any
+) -> Figure | Missing:
+    """Draw a column of each run's windows, where it is known."""
+    curves: list[Metric | None] = []
+    for run in runs:
+        values: FloatArray = getattr(run.windows, column)
+        known = np.isfinite(values)
+        curves.append(Metric(run.windows.elapsed_ms[known], values[known]))
+    y = axis(unit, rangemode="tozero")
+    return _over_time(runs, curves, name, title, caption, y, missing=missing, label=column, mode="lines", **more)
 
 
 def _evaluation(runs: list[RunArrays], metric: str, name: str, caption: str, missing: str) -> Figure | Missing:
@@ -223,11 +230,8 @@ def _evaluation(runs: list[RunArrays], metric: str, name: str, caption: str, mis
 
 def _progress(run: RunArrays) -> Figure | Missing:
     caption = "Passes over the data at the initial batch that the training is worth: the steeper, the better."
-    y, missing = axis("progress (passes)", rangemode="tozero"), "This log holds no progress over time."
-    words = ("progress", "Progress", caption)
-    return _over_time(
-        [run], [_column(run.windows, "progress")], *words, y, missing=missing, label="progress", mode="lines"
-    )
+    words = ("progress", "Progress", caption, "progress (passes)")
+    return _column_over_time([run], "progress", *words, missing="This log holds no progress over time.")
 
 
 def _metrics(run: RunArrays) -> list[Figure | Missing]:
@@ -253,13 +257,12 @@ def compare_charts(runs: list[RunArrays], result: Reached | None) -> list[Figure
     if not names:
         why = "These logs hold no evaluations: write them with model.log(accuracy=...) to compare what was learned."
         figures.append(Missing("compare-metric", "Evaluation", why))
-    step_time = ("Step time", "What a step took; compare runs of like total batches.", "step time (ms)")
-    total = ("Total batch", "Samples in one step on all ranks together.", "total batch (samples)")
-    return [
-        *figures,
-        _compared_column(runs, "step_ms", *step_time),
-        _compared_column(runs, "total_batch", *total, steps=True),
-    ]
+    missing = "The logs hold no measured window yet."
+    words = ("Step time", "What a step took; compare runs of like total batches.", "step time (ms)")
+    figures.append(_column_over_time(runs, "step_ms", "compare-step_ms", *words, missing=missing))
+    words = ("Total batch", "Samples in one step on all ranks together.", "total batch (samples)")
+    figures.append(_column_over_time(runs, "total_batch", "compare-total_batch", *words, missing=missing, steps=True))
+    return figures
 
 
 def _times_to_target(runs: list[RunArrays], result: Reached) -> Figure:
@@ -294,12 +297,3 @@ def _compared_metric(runs: list[RunArrays], name: str, place: int, result: Reach
     target = line(ends, [result.target.value] * 2, "target", "muted", mode="lines")
     target["line"]["dash"] = "dash"
     return replace(drawn, views=[View("", [*traces, target])], legend=(*drawn.legend, Key("target", "muted", "dash")))
-
-
-def _compared_column(
-    runs: list[RunArrays], column: str, title: str, caption: str, unit: str, *, steps: bool = False
-) -> Figure | Missing:
-    curves: list[Metric | None] = [_column(run.windows, column) for run in runs]
-    words, y = (f"compare-{column}", title, caption), axis(unit, rangemode="tozero")
-    missing = "The logs hold no measured window yet."
-    return _over_time(runs, curves, *words, y, missing=missing, steps=steps, mode="lines")

@@ -308,7 +308,6 @@ def compare_headline(runs: list[RunArrays], result: Reached | None) -> list[str]
 
 
 def _runs(runs: list[RunArrays], result: Reached | None) -> Table:
-    """Return one row per run."""
     rows = []
     for place, run in enumerate(runs):
         late = late_stretch(run.windows)

@@ -133,28 +133,21 @@ class _Drawing:
             return
         end_ns = max(as_ns(self._clock.end_of(line.step)), self._drawn_ns + longest_ns(ranks.values()))
         self._drawn_ns = end_ns
-        shortest_tail_ns = min(step.tail_ns for step in ranks.values())
+        exposed_ns = end_ns - min(step.tail_ns for step in ranks.values())
         for rank, step in ranks.items():
+            pid, backward_ns = _FIRST_PID + rank, end_ns - step.length_ns
+            begin_ns, tail_ns = backward_ns - step.before_ns, backward_ns + step.backward_ns
             args = {"step": line.step, "local batch": step.local_batch, "total batch": sum(line.local_batches)}
-            yield from self._computing(_FIRST_PID + rank, line.step, step, end_ns, shortest_tail_ns, args)
-            yield from self._communicating(_FIRST_PID + rank, step, end_ns, line.bucket_bytes or self._bucket_bytes)
-
-    def _computing(
-        self, pid: int, number: int, step: RankMoments, end_ns: int, shortest_tail_ns: int, args: dict[str, Any]
-    ) -> Iterator[Event]:
-        backward_ns = end_ns - step.length_ns
-        tail_ns = backward_ns + step.backward_ns
-        exposed_ns = end_ns - shortest_tail_ns
-        begin_ns = backward_ns - step.before_ns
-        yield from self._name_thread(pid, _COMPUTE, "compute")
-        yield _slice(pid, _COMPUTE, f"step {number}", begin_ns, end_ns, args)
-        parts = (
-            ("optimizer + forward", begin_ns, backward_ns),
-            ("backward", backward_ns, tail_ns),
-            ("waiting", tail_ns, exposed_ns),
-            ("all-reduce", exposed_ns, end_ns),
-        )
-        yield from (_slice(pid, _COMPUTE, name, start, end) for name, start, end in parts if end > start)
+            parts = (
+                ("optimizer + forward", begin_ns, backward_ns),
+                ("backward", backward_ns, tail_ns),
+                ("waiting", tail_ns, exposed_ns),
+                ("all-reduce", exposed_ns, end_ns),
+            )
+            yield from self._name_thread(pid, _COMPUTE, "compute")
+            yield _slice(pid, _COMPUTE, f"step {line.step}", begin_ns, end_ns, args)
+            yield from (_slice(pid, _COMPUTE, name, start, end) for name, start, end in parts if end > start)
+            yield from self._communicating(pid, step, end_ns, line.bucket_bytes or self._bucket_bytes)
 
     def _communicating(
         self, pid: int, step: RankMoments, end_ns: int, bucket_bytes: tuple[int, ...]
