@@ -296,16 +296,14 @@ def prediction_error(windows: Windows) -> float:
     return _median(errors)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Target:
+class Target(NamedTuple):
     """A value of a metric that runs are to reach."""
 
     metric: str
     value: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reached:
+class Reached(NamedTuple):
     """When each run first reached the target; None for one that did not, or at a time that is not known."""
 
     target: Target

@@ -165,11 +165,6 @@ class RankMoments:
     length_ns: int
     buckets: tuple[tuple[int, int], ...]
 
-    @property
-    def tail_ns(self) -> int:
-        """From the end of backward to the end of the last all-reduce."""
-        return self.length_ns - self.backward_ns
-
 
 def rank_moments(line: Timeline) -> dict[int, RankMoments]:
     """Return the ranks that have all of their times; a time never goes back."""

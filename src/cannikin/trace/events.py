@@ -133,7 +133,7 @@ class _Drawing:
             return
         end_ns = max(as_ns(self._clock.end_of(line.step)), self._drawn_ns + longest_ns(ranks.values()))
         self._drawn_ns = end_ns
-        exposed_ns = end_ns - min(step.tail_ns for step in ranks.values())
+        exposed_ns = end_ns - min(step.length_ns - step.backward_ns for step in ranks.values())  # the shortest tail
         for rank, step in ranks.items():
             pid, backward_ns = _FIRST_PID + rank, end_ns - step.length_ns
             begin_ns, tail_ns = backward_ns - step.before_ns, backward_ns + step.backward_ns
