@@ -211,8 +211,14 @@ def test_a_step_is_worth_what_the_noise_says_of_the_total_batch_in_force() -> No
 
 @pytest.mark.parametrize(
     ("signal", "trace", "scale", "gain"),
-    [(0.0, 5.0, np.inf, 4.0), (np.nan, np.nan, np.nan, 1.0), (0.0, 0.0, np.inf, 1.0), (1.0, 0.0, 0.0, 1.0)],
-    ids=["drowned", "unknown", "no gradient", "no noise"],
+    [
+        (0.0, 5.0, np.inf, 4.0),
+        (np.nan, np.nan, np.nan, 1.0),
+        (0.0, 0.0, np.inf, 1.0),
+        (1.0, 0.0, 0.0, 1.0),
+        (1.0, np.inf, np.inf, 1.0),
+    ],
+    ids=["drowned", "unknown", "no gradient", "no noise", "infinite"],
 )
 def test_the_gain_is_one_where_nothing_is_known_and_the_ratio_where_noise_drowns_the_signal(
     signal: float, trace: float, scale: float, gain: float

@@ -255,12 +255,16 @@ def passes_and_mean_of_an_attached_model(rank: int) -> tuple[list[int], float]:
     return passes, float(engine.weighted_mean(rank))
 
 
-def statistics_of_an_attached_model(rank: int) -> list[float]:
+def running_means(rank: int, *, attached: bool) -> list[float]:
     """BatchNorm's running means after ten steps on data whose mean is the rank's number, as 18 and 6 samples."""
     net = nn.Sequential(nn.BatchNorm1d(1, momentum=0.5), nn.Linear(1, 1))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-    ddp = nn.parallel.DistributedDataParallel(net)
-    engine = attach(ddp, optimizer, policy="even")
+    if attached:
+        ddp = nn.parallel.DistributedDataParallel(net)
+        engine = attach(ddp, optimizer, policy="even")
+    else:  # with DDP's own default written out, as scripts do
+        ddp = HeteroDataParallel(net, optimizer, policy="even", broadcast_buffers=True)
+        engine = ddp.engine
     loader = HeteroDataLoader(Numbered(240), model=engine, batch_size=24, local_batches=[18, 6])
     for features, _, _ in loader:
         optimizer.zero_grad()

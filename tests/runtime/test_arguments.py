@@ -9,6 +9,7 @@ from told import collecting_warnings
 from training_cases import Numbered, TinyNet
 
 import cannikin
+from cannikin.core.policies.even import EvenPlanner
 from cannikin.errors import InvalidInputError
 
 pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.timeout(60)]
@@ -28,10 +29,11 @@ def test_module_and_optimizer_the_wrong_way_round_are_told_so():
         cannikin.HeteroDataParallel(net, list(net.parameters()))
 
 
-def test_an_object_that_cannot_plan_is_refused_as_a_policy():
+@pytest.mark.parametrize("policy", [object(), 5, EvenPlanner], ids=["an object", "a number", "a class"])
+def test_what_cannot_plan_is_refused_as_a_policy(policy):
     net = TinyNet(0.0)
     with pytest.raises(InvalidInputError, match=r"is neither a name nor a planner: a planner has decide\(window, job"):
-        cannikin.HeteroDataParallel(net, torch.optim.SGD(net.parameters(), lr=0.1), policy=object())
+        cannikin.HeteroDataParallel(net, torch.optim.SGD(net.parameters(), lr=0.1), policy=policy)
 
 
 @pytest.mark.parametrize(

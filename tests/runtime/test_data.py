@@ -629,6 +629,18 @@ def test_a_later_iter_over_the_sampler_ends_the_one_before():
     assert (feed_of(sampler).epochs_begun, feed_of(sampler).epochs_ended) == (2, 2)
 
 
+@pytest.mark.parametrize(("shuffle", "in_order"), [(False, True), (0, True), (None, False), (True, False)])
+def test_the_sampler_shuffles_unless_told_not_to(shuffle, in_order):
+    sampler = HeteroBatchSampler(Numbers(40), model=ScriptedFeed([(40,)]), batch_size=40, shuffle=shuffle)
+    (indices,) = sampler
+    assert (indices == list(range(40))) == in_order
+
+
+def test_the_sampler_knows_its_own_keywords():
+    with pytest.raises(TypeError, match=r"takes no prefetch_dept=: did you mean prefetch_depth\?"):
+        HeteroBatchSampler(Numbers(10), model=ScriptedFeed([(4,)]), batch_size=4, prefetch_dept=2)
+
+
 def test_frameworks_find_set_epoch_on_the_sampler_of_the_batch_sampler():
     ((sampler, loader),) = own_loaders(Numbers(10), [(4,)])
     loader.batch_sampler.sampler.set_epoch(4)

@@ -37,7 +37,8 @@ CASES = {
     "profiles": partial(cases.profiles_of_a_policy_without, path="profiles-of-nobody.json"),
     "attached, by epochs": cases.epochs_of_an_attached_model,
     "attached, passes": cases.passes_and_mean_of_an_attached_model,
-    "attached, statistics": cases.statistics_of_an_attached_model,
+    "attached, statistics": partial(cases.running_means, attached=True),
+    "wrapped, statistics": partial(cases.running_means, attached=False),
     "resumed passes": cases.numbers_of_resumed_passes,
 }
 
@@ -194,8 +195,9 @@ def test_an_attached_model_counts_passes_by_progress_and_averages_by_samples(tol
     assert values(told, "attached, passes") == [([0, 1], pytest.approx(2 / 6))] * 2
 
 
-def test_batch_norms_statistics_of_an_attached_model_are_the_weighted_mean_over_ranks(told):
-    (one,), (other,) = values(told, "attached, statistics")
+@pytest.mark.parametrize("model", ["attached", "wrapped"])
+def test_batch_norms_statistics_are_the_weighted_mean_over_ranks_whoever_wraps_the_model(told, model):
+    (one,), (other,) = values(told, f"{model}, statistics")
     assert one == other
     assert one == pytest.approx(0.25, abs=0.02), "with rank 0's broadcast at every forward it would be 0.125"
 

@@ -43,7 +43,8 @@ class Noise:
 
     @property
     def _is_known(self) -> bool:
-        return self.noise_trace + self.signal_sqnorm > 0  # else it is NaN, or there is no gradient at all
+        # Else it is NaN or infinite, or there is no gradient at all.
+        return 0 < self.noise_trace + self.signal_sqnorm < math.inf
 
     def efficiency(self, total_batch: npt.ArrayLike, initial_batch: float) -> FloatArray:
         """Return how much a sample is worth at each total batch B against the initial one, B0, from 0 to 1.

@@ -68,6 +68,7 @@ class Schedule:
     def begin_with(self, decision: Decision) -> None:
         """Forget earlier plans: this decision is in force from now on."""
         self.decision = decision
+        self._gains: dict[int, float] = {}
         self._plans = [checked(decision.plan, self.job)]
         self._decided_step = 0
 
@@ -110,7 +111,7 @@ class Schedule:
 
     def install(self, decision: Decision, step: int) -> None:
         """Put a decision on the schedule, which has become known at this step."""
-        self.decision, self._decided_step, plan = decision, step, decision.plan
+        self.decision, self._decided_step, self._gains, plan = decision, step, {}, decision.plan
         if plan.local_batches != self.newest.local_batches:
             in_force = self._plans.index(self.plan_at(step))
             self._plans = [*self._plans[in_force:], plan]
@@ -119,8 +120,10 @@ class Schedule:
 
     def gain_at(self, step: int) -> float:
         """Return how many steps at the initial batch this step is worth; 1 before the gradient noise is known."""
-        noise = self.decision.noise
-        return 1.0 if noise is None else noise.gain(self.plan_at(step).total_batch, self.job.batch_size)
+        noise, total = self.decision.noise, self.plan_at(step).total_batch
+        if total not in self._gains:  # asked in every step, for one total or two until the next decision
+            self._gains[total] = 1.0 if noise is None else noise.gain(total, self.job.batch_size)
+        return self._gains[total]
 
 
 def checked(plan: Plan, job: Job) -> Plan:

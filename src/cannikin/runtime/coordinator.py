@@ -273,11 +273,12 @@ class Coordinator:
             decision = self._decode(values)
         else:
             decision, self._planning = self._planning.result(), None
-            self._warn_if_silent(decision)
         self.schedule.install(decision, self._step)
-        warning = None if self._gathered is None else self._divergence.observe(self._gathered.window)
-        if warning is not None:
-            warnings.warn(warning, RuntimeWarning, stacklevel=2)
+        if self._gathered is not None:
+            self._warn_if_silent(decision)
+            warning = self._divergence.observe(self._gathered.window)
+            if warning is not None:
+                warnings.warn(warning, RuntimeWarning, stacklevel=2)
         return Happened(decision=decision, gathered=self._gathered)
 
     def _decode(self, values: torch.Tensor) -> Decision:

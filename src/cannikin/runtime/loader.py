@@ -187,12 +187,14 @@ class HeteroBatchSampler(Sampler[list[int]]):
     ) -> None:
         engine = engine_of(model)
         with refusing(engine):
-            check_names("HeteroBatchSampler", LoaderOptions.__annotations__, None, options)
+            own = ("model", "batch_size", "prefetch_depth", *LoaderOptions.__annotations__)
+            check_names("HeteroBatchSampler", own, None, options)
             num_samples = whole_number("length of data", data if isinstance(data, int) else len(data), low=0)
             job = job_of(engine, num_samples, batch_size, options)
             self.prefetch_depth = whole_number("prefetch_depth", prefetch_depth, low=0)
             seed, drop_last = options.get("seed", 0), options.get("drop_last", False)
-            shuffle = options.get("shuffle") is not False
+            shuffle = options.get("shuffle")
+            shuffle = shuffle is None or bool(shuffle)
             bookmark = Bookmark(num_samples=num_samples, seed=seed, shuffle=shuffle)
             source = IndexSource(num_samples, seed=seed, shuffle=shuffle)
             self._passes = Passes(engine, source, bookmark=bookmark, num_samples=num_samples, drop_last=drop_last)

@@ -215,7 +215,9 @@ class Loop:
         """Do what ranks do together at fixed steps, between the end of one step and the next."""
         if self._pass is not None:
             batches = self.plan_at(entry.step).local_batches
-            place, self._pass = {**self._pass, "progress": self._update.progress, "local_batches": batches}, None
+            factor = self.coordinator.lr_factor(self._update, entry.step)
+            place = {**self._pass, "progress": self._update.progress, "local_batches": batches, "lr_factor": factor}
+            self._pass = None
             self._exchange.check_agreement(place, "load the same saved state on every rank, and begin passes together")
         if previous is not None:
             self.coordinator.add(previous)

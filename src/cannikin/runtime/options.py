@@ -139,7 +139,8 @@ def check_names(owner: str, own: Iterable[str], base: Callable[..., Any] | None,
 
 def check_model(module: object, optimizer: object, policy: object) -> None:
     """Refuse a module and an optimizer that do not belong together, and a policy that cannot plan."""
-    if not isinstance(policy, str | None) and not callable(getattr(policy, "decide", None)):
+    plans = callable(getattr(policy, "decide", None)) and not isinstance(policy, type)
+    if not isinstance(policy, str | None) and not plans:
         raise InvalidInputError(
             f"policy={policy!r} is neither a name nor a planner: a planner has decide(window, job, step), which "
             "returns a Decision (cannikin.core.planner.Planner)"

@@ -162,10 +162,7 @@ def attach(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, **opt
             f"attach() got a {type(ddp).__name__}, not a DistributedDataParallel: wrap the module first; a framework "
             "does so once it runs on several processes, for instance under torchrun"
         )
-    engine = Engine(ddp, optimizer, **options)
-    if engine.has_batch_norm:
-        ddp.broadcast_buffers = False
-    return engine
+    return Engine(ddp, optimizer, **options)
 
 
 def _buffer_options(module: torch.nn.Module, ddp_kwargs: dict[str, Any]) -> dict[str, Any]:

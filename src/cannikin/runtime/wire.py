@@ -128,19 +128,25 @@ def encode_steps(
     num_buckets = max([1, *(len(step.ready) for step in steps)])  # 1 where gradients only piled up, under no_sync
     values = iter(measured.read())
     table = np.full(len(steps), math.nan, dtype=_step_type(num_buckets))
-    for row, step, record in zip(table, steps, records, strict=True):
-        entry = step.entry
-        row["valid"] = record.valid and len(record.ready_s) == num_buckets
-        row["local_batch"] = entry.local_batch
+    valid = [record.valid and len(record.ready_s) == num_buckets for record in records]
+    norms = [_read_norms(step, values) for step in steps]
+    columns: dict[str, list[Any]] = {
+        "valid": valid,
+        "local_batch": [step.entry.local_batch for step in steps],
         # Totals are compared between ranks; a batch of the user's own (use_batch) is not ours to check.
-        row["total_batch"] = entry.total_batch if entry.checked else 0
-        row["before_s"] = record.before_s + usual
-        row["load_s"] = record.load_s
-        row["other_s"] = max(0.0, record.other_s - usual)
-        for name, value in _read_norms(step, values).items():
-            row[name] = value
-        if row["valid"]:
-            row["ready_s"], row["done_s"] = record.ready_s, record.done_s
+        "total_batch": [step.entry.total_batch if step.entry.checked else 0 for step in steps],
+        "before_s": [record.before_s + usual for record in records],
+        "load_s": [record.load_s for record in records],
+        "other_s": [max(0.0, record.other_s - usual) for record in records],
+    }
+    for name in sorted({name for noted in norms for name in noted}):
+        columns[name] = [noted.get(name, math.nan) for noted in norms]
+    not_taken = [math.nan] * num_buckets
+    for name in _BUCKET:
+        moments = zip(records, valid, strict=True)
+        columns[name] = [getattr(record, name) if counts else not_taken for record, counts in moments]
+    for name, column in columns.items():
+        table[name] = column
     head = np.array([num_ahead, max_batch], dtype=np.float64)
     return torch.from_numpy(np.concatenate([head, table.view(np.float64)]))
 

@@ -89,7 +89,7 @@ class PaperPlanner:
             self._add_times(window, np.flatnonzero(valid))
         self._samples += int(window.local_batches.sum())
         epoch = self._samples // epoch_samples(self._job)
-        if epoch == self._epoch or not self._sums[0].any():
+        if epoch <= self._epoch or not self._sums[0].any():
             return False
         steps, batch, before, backward = self._sums
         for rank in range(self._job.num_ranks):
