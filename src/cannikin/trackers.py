@@ -31,7 +31,6 @@ from cannikin.runlog.times import numbers_of, rank_times, speed_of
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
-_LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 _OUR_LABELS = ("rank", "device", "host", "metric")
 _RANK_SCALAR = re.compile(r"cannikin/rank(\d+)/(\w+)")
 
@@ -289,7 +288,7 @@ class PrometheusObserver:
             advice = "PrometheusObserver needs prometheus_client: pip install 'cannikin[prometheus]'"
             raise ImportError(advice, name=error.name) from error
         for name in labels or {}:
-            if not _LABEL.fullmatch(name) or name.startswith("__") or name in _OUR_LABELS:
+            if not (name.isascii() and name.isidentifier()) or name.startswith("__") or name in _OUR_LABELS:
                 raise InvalidInputError(
                     f"label {name!r}: use letters, digits and _, no digit first, and not rank, device, host or metric"
                 )

@@ -52,11 +52,7 @@ class LiveView:
     """
 
     def __init__(
-        self,
-        stream: TextIO | None = None,
-        *,
-        every_s: float = 30.0,
-        clock: Callable[[], float] = time.monotonic,
+        self, stream: TextIO | None = None, *, every_s: float = 30.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.state = LiveState()
         self._stream, self._every_s, self._clock = stream, every_s, clock

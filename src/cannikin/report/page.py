@@ -28,6 +28,7 @@ from cannikin.errors import CannikinError
 NO_WINDOWS = "The log holds no measured window yet."
 MOST_LINES = 8  # more lines than colours that can be told apart become a map of colours
 _FEW_POINTS = 40
+_MOST_TICKS = 5  # of a logarithmic axis
 _LOG_LIMITS = (1e-300, 1e300)  # of what a damaged log may say; beyond them lie 0 and infinity
 
 
@@ -122,22 +123,18 @@ def row_axis(title: str, num_rows: int, **more: Any) -> dict[str, Any]:
 
 
 def log_axis(title: str, low: float, high: float) -> dict[str, Any]:
-    """Return a logarithmic axis from `low` to `high`, with few enough labels that none covers another."""
+    """Return a logarithmic axis with few round numbers, powers of ten first, so that no label covers another."""
     low, high = (min(max(end, _LOG_LIMITS[0]), _LOG_LIMITS[1]) for end in (low, high))
-    ticks = _log_ticks(low, high)
-    labels = [f"{tick:,.6g}" for tick in ticks]
-    return axis(title, type="log", range=numbers(np.log10([low, high])), tickvals=ticks, ticktext=labels)
-
-
-def _log_ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Return round numbers from `low` to `high`: as many as there may be, powers of ten first."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ticks: list[float] = []
     for firsts in ((1,), (1, 3), (1, 2, 5), (1, 2, 3, 4, 5, 7)):
         more = [first * 10.0**power for power in powers for first in firsts]
         more = [tick for tick in more if low <= tick <= high]
-        ticks = more if len(more) <= most else ticks or more[:: -(-len(more) // most)]
-    return ticks if len(ticks) > 1 else sorted({float(f"{tick:.2g}") for tick in np.geomspace(low, high, 3)})
+        ticks = more if len(more) <= _MOST_TICKS else ticks or more[:: -(-len(more) // _MOST_TICKS)]
+    if len(ticks) < 2:
+        ticks = sorted({float(f"{tick:.2g}") for tick in np.geomspace(low, high, 3)})
+    labels = [f"{tick:,.6g}" for tick in ticks]
+    return axis(title, type="log", range=numbers(np.log10([low, high])), tickvals=ticks, ticktext=labels)
 
 
 def line(

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
-from cannikin.runlog import EventRecord, Header, PlanRecord, RankInfo, Record, Timeline, WindowRecord
+from cannikin.runlog import EventRecord, Header, PlanRecord, Record, Timeline, WindowRecord
 from cannikin.runlog.times import RankMoments, as_ns, finite, longest_ns, rank_moments
 from cannikin.words import rank_name, split_sum
 
@@ -86,7 +86,10 @@ class _Drawing:
         self._bucket_bytes = header.model.bucket_bytes
         yield from self._name_process(_RUN_PID, f"run: {header.policy}")
         for rank in range(min(header.world_size, _MOST_RANKS)):
-            yield from self._name_process(_FIRST_PID + rank, _rank_words(rank, header.rank(rank)))
+            info = header.rank(rank)
+            what = ", ".join(dict.fromkeys(word for word in (info.name, info.device) if word))
+            name = rank_name(rank) + (f": {what}" if what else "") + (f" on {info.host}" if info.host else "")
+            yield from self._name_process(_FIRST_PID + rank, name)
         self._num_headers += 1
         if self._num_headers > 1:
             args = {"step": header.first_step, "ranks": header.world_size, "started": header.started}
@@ -188,11 +191,6 @@ class _Drawing:
             self._named.add((pid, tid))
             for key, value in words.items():
                 yield {"ph": "M", "pid": pid, "tid": tid, "name": f"{kind}_{key}", "ts": 0, "args": {key: value}}
-
-
-def _rank_words(rank: int, info: RankInfo) -> str:
-    what = ", ".join(dict.fromkeys(word for word in (info.name, info.device) if word))
-    return rank_name(rank) + (f": {what}" if what else "") + (f" on {info.host}" if info.host else "")
 
 
 def _slice(pid: int, tid: int, name: str, start_ns: int, end_ns: int, args: dict[str, Any] | None = None) -> Event:
