@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cannikin.errors import InvalidInputError
 from cannikin.runlog import EventRecord, Header, NoiseRecord, PlanRecord, Record, WindowRecord
-from cannikin.runlog.times import numbers_of, rank_times, speed_of
+from cannikin.runlog.times import numbers_of, rank_times, speed_of, step_of
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -89,13 +89,6 @@ def scalars(record: Record, *, initial_batch: int | None = None) -> dict[str, fl
     else:
         found = {}
     return {name: float(value) for name, value in found.items() if value is not None and math.isfinite(value)}
-
-
-def step_of(record: Record) -> int:
-    """Return the step a record's numbers belong to: a window's are known at its end."""
-    if isinstance(record, Header):
-        return record.first_step
-    return record.first_step + record.num_steps if isinstance(record, WindowRecord) else record.step
 
 
 def _run_scalars(window: WindowRecord, initial_batch: int | None) -> dict[str, float | None]:

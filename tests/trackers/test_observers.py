@@ -14,7 +14,8 @@ from live_records import END, HEADER, Clock, event, header, plan, run, window
 import cannikin
 from cannikin.errors import InvalidInputError
 from cannikin.runlog import JobInfo, NoiseRecord
-from cannikin.trackers import SCALARS, PrometheusObserver, ScalarObserver, TensorBoardObserver, scalars, step_of
+from cannikin.runlog.times import step_of
+from cannikin.trackers import SCALARS, PrometheusObserver, ScalarObserver, TensorBoardObserver, scalars
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from cannikin.runlog import EventRecord, Header, PlanRecord, Record, WindowRecord
-from cannikin.runlog.times import RankTimes, Speed, numbers_of, predicted_ms, rank_times, speed_of
+from cannikin.runlog.times import RankTimes, Speed, numbers_of, predicted_ms, rank_times, speed_of, step_of
 
 _NUM_POINTS = 60  # windows remembered, for sparklines and rates
 _NUM_PLANS = 16  # plans among which the prediction for a window's split is looked for
@@ -62,11 +62,11 @@ class LiveState:
         elif isinstance(record, PlanRecord):
             self.plan = record
             self._plans.append(record)
-            self.step = max(self.step, record.step)
         elif isinstance(record, EventRecord):
             self._take_event(record)
         else:
             self._begin(record)
+        self.step = max(self.step, step_of(record))
         elapsed_ms = getattr(record, "elapsed_ms", None)
         if elapsed_ms is not None:
             self.elapsed_ms = max(elapsed_ms, self.elapsed_ms or 0.0)
@@ -83,7 +83,6 @@ class LiveState:
         self.window, self._times = window, None
         self.predicted_ms = predicted_ms(window, self._plans)
         end = window.first_step + window.num_steps
-        self.step = max(self.step, end)
         self._samples += window.num_steps * window.total_batch
         if self.current_pass is not None:
             num_steps = max(0, min(window.num_steps, end - self.current_pass.first_step))
@@ -92,7 +91,6 @@ class LiveState:
         self.points.append(Point(*measured, samples=self._samples))
 
     def _take_event(self, event: EventRecord) -> None:
-        self.step = max(self.step, event.step)
         if event.kind not in _SHOWN_ELSEWHERE:
             self.events.append(event)
         elif event.kind == "end":

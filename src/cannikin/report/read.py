@@ -71,9 +71,8 @@ def find_runs(path: Path) -> list[Found]:
     folders = sorted(log.parent for log in path.glob(f"*/{RUNLOG_NAME}"))
     folders = [folder for folder in folders if folder not in empty] or folders
     if not folders:
-        raise InvalidInputError(
-            f"{path}: holds no {RUNLOG_NAME}, and neither do its folders: give the run_dir of a run"
-        )
+        message = f"{path}: holds no {RUNLOG_NAME}, and neither do its folders: give the run_dir of a run"
+        raise InvalidInputError(message)
     return [Found(path=folder, folder=path) for folder in folders]
 
 

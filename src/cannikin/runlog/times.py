@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from cannikin.core.goodput import efficiency
 from cannikin.core.values import FloatArray
-from cannikin.runlog.records import EventRecord, NoiseRecord, PlanRecord, Timeline, WindowRecord
+from cannikin.runlog.records import EventRecord, Header, NoiseRecord, PlanRecord, Record, Timeline, WindowRecord
 
 MEASURED = ("before_ms", "backward_ms", "done_ms", "wait_ms", "loader_ms", "other_ms")  # of a `WindowRecord`
 ACTIVITIES = ("optimizer and forward", "backward", "communication", "waiting", "loading", "other")
@@ -28,6 +28,13 @@ _MOST = 1e15  # beyond it, a number of a damaged log is no time and no batch
 def numbers_of(event: EventRecord) -> dict[str, float]:
     """Return the numbers among an event's data, which may also hold text."""
     return {name: float(value) for name, value in event.data.items() if isinstance(value, int | float)}
+
+
+def step_of(record: Record) -> int:
+    """Return the step a record's numbers belong to: a window's are known at its end."""
+    if isinstance(record, Header):
+        return record.first_step
+    return record.first_step + record.num_steps if isinstance(record, WindowRecord) else record.step
 
 
 class Speed(NamedTuple):
