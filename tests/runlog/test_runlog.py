@@ -131,13 +131,6 @@ def test_a_run_directory_stands_for_the_log_in_it(written):
     assert read_runlog(written.parent).header == HEADER
 
 
-def test_timelines_and_candidates_can_be_left_out(written):
-    run = read_runlog(written, details=False)
-    assert run.windows == (msgspec.structs.replace(WINDOW, timeline=None),)
-    assert run.plans == (msgspec.structs.replace(PLAN, candidate_totals=(), candidate_goodputs=()),)
-    assert (run.headers, run.events) == ((HEADER,), (EVENT,))
-
-
 reals = st.none() | st.floats()
 rows = st.lists(reals, max_size=3).map(tuple)
 counts = st.integers(0, 2**53)

@@ -252,11 +252,11 @@ def test_what_ranks_need_of_a_decision_arrives_to_the_last_bit():
     sent = encode_decision(Decision(plan=plan, noise=noise, settled=False, phase="a phase of its own"))
     assert sent.shape == empty_decision(2).shape
     assert sent.dtype == empty_decision(2).dtype == torch.int64
-    found = decode_decision(sent, 2)
+    found = decode_decision(sent)
     assert found == Decision(plan=replace(plan, reason="as rank 0 planned"), noise=noise, settled=False)
     unknown = replace(plan, predicted_step_s=None)
-    assert decode_decision(encode_decision(Decision(plan=unknown)), 2).noise is None
-    assert decode_decision(encode_decision(Decision(plan=unknown)), 2).plan.predicted_step_s is None
+    assert decode_decision(encode_decision(Decision(plan=unknown))).noise is None
+    assert decode_decision(encode_decision(Decision(plan=unknown))).plan.predicted_step_s is None
 
 
 def test_local_batches_that_add_up_make_a_window():

@@ -17,12 +17,11 @@ step at first, then in every fourth.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import overload
 
 import numpy as np
 
 from cannikin.core.planner import Decision, Planner
-from cannikin.core.values import BoolArray, IntArray, Job, Plan, StepWindow
+from cannikin.core.values import IntArray, Job, Plan, StepWindow
 from cannikin.errors import InvalidInputError
 
 GATHER, LEARN, ANNOUNCE, INSTALL, IN_FORCE = range(5)  # steps from the end of a window, plus a lag
@@ -32,18 +31,14 @@ _YOUNG = 40  # windows stay short for this many steps after the start, or after 
 _NORMS_ALWAYS, _NORMS_EVERY = 60, 4
 
 
-@overload
-def takes_norms(step: int) -> bool: ...
-@overload
-def takes_norms(step: IntArray) -> BoolArray: ...
-def takes_norms(step: int | IntArray) -> bool | BoolArray:
-    """Return whether gradient norms are taken in this step of a run (counted from 0), or in each of these.
+def takes_norms(step: int) -> bool:
+    """Return whether gradient norms are taken in this step of a run, counted from 0.
 
     Example:
         >>> [step for step in range(58, 72) if takes_norms(step)]
         [58, 59, 63, 67, 71]
     """
-    return (step < _NORMS_ALWAYS) | ((step + 1) % _NORMS_EVERY == 0)
+    return step < _NORMS_ALWAYS or (step + 1) % _NORMS_EVERY == 0
 
 
 class Schedule:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from cannikin.core.values import IntArray
+from cannikin.report import page
 from cannikin.report.numbers import (
     Bar,
     ByRank,
@@ -20,22 +21,6 @@ from cannikin.report.numbers import (
     thin,
     timeline_bars,
 )
-from cannikin.report.page import (
-    MOST_LINES,
-    NO_WINDOWS,
-    STEPS,
-    Figure,
-    Key,
-    Missing,
-    View,
-    axis,
-    bars,
-    line,
-    numbers,
-    row_axis,
-    series_colour,
-    series_keys,
-)
 from cannikin.runlog.times import ACTIVITIES, activity
 from cannikin.words import amount, duration, rank_name, split
 
@@ -45,14 +30,14 @@ _MOST_ROWS = 64
 _ROLES = dict(zip(ACTIVITIES, ("forward", "backward", "allreduce", "waiting", "loading", "other"), strict=True))
 
 
-def local_batches(windows: Windows) -> Figure | Missing:
+def local_batches(windows: Windows) -> page.Figure | page.Missing:
     """Draw the split over steps."""
     caption = "How many samples each rank takes in a step: faster ranks should come to take more."
     words = ("split", "Local batches by rank", caption, "local batch (samples)")
     return _ranks_over_time(windows, windows.local_batches, *words, stacked=True)
 
 
-def computing(windows: Windows) -> Figure | Missing:
+def computing(windows: Windows) -> page.Figure | page.Missing:
     """Draw the share of its time that each rank computes, over steps."""
     with np.errstate(divide="ignore", invalid="ignore"):
         shares = 100 * activity(windows.times_ms, "optimizer and forward", "backward") / windows.times_ms.sum(axis=-1)
@@ -63,26 +48,26 @@ def computing(windows: Windows) -> Figure | Missing:
 
 def _ranks_over_time(
     windows: Windows, values: ByRank, name: str, title: str, caption: str, unit: str, *, stacked: bool
-) -> Figure | Missing:
+) -> page.Figure | page.Missing:
     """Draw values of each rank, [W, n], over steps: lines, stacked where they add up, or a map of colours."""
     if not np.isfinite(values).any():
-        return Missing(name, title, NO_WINDOWS)
-    if values.shape[1] > MOST_LINES:
+        return page.Missing(name, title, page.NO_WINDOWS)
+    if values.shape[1] > page.MOST_LINES:
         return _colour_map(windows, values, name, title, caption, unit)
     rows = thin(np.asarray(values, dtype=np.float64), _BINS)
     x, names = windows.stairs(rows), [rank_name(rank) for rank in range(values.shape[1])]
     more = {"stackgroup": "ranks"} if stacked else {}
     traces = [
-        line(x, np.append(own[rows], own[-1]), names[rank], series_colour(rank), steps=True, **more)
+        page.line(x, np.append(own[rows], own[-1]), names[rank], page.series_colour(rank), steps=True, **more)
         for rank, own in enumerate(values.T)
     ]
-    y = axis(unit, rangemode="tozero", **({} if stacked else {"range": [0, 102]}))
+    y = page.axis(unit, rangemode="tozero", **({} if stacked else {"range": [0, 102]}))
     caption += " The top edge is the total batch." if stacked else ""
-    legend = series_keys(names, "fill" if stacked else "line")
-    return Figure(name, title, caption, [View("", traces)], STEPS, y, legend=legend)
+    legend = page.series_keys(names, "fill" if stacked else "line")
+    return page.Figure(name, title, caption, [page.View("", traces)], page.STEPS, y, legend=legend)
 
 
-def _colour_map(windows: Windows, values: ByRank, name: str, title: str, caption: str, unit: str) -> Figure:
+def _colour_map(windows: Windows, values: ByRank, name: str, title: str, caption: str, unit: str) -> page.Figure:
     """Draw one row per rank, one column per stretch of steps."""
     edges, means = column_means(windows, values, _COLUMNS)
     ranks = ranks_to_draw(values.shape[1], _MOST_ROWS)
@@ -90,9 +75,9 @@ def _colour_map(windows: Windows, values: ByRank, name: str, title: str, caption
     low, high = float(np.nanmin(shown)), float(np.nanmax(shown))
     trace = {
         "type": "heatmap",
-        "x": numbers((edges[1:] + edges[:-1]) / 2),
+        "x": page.numbers((edges[1:] + edges[:-1]) / 2),
         "y": list(range(len(ranks))),
-        "z": [numbers(row) for row in shown],
+        "z": [page.numbers(row) for row in shown],
         "zmin": low,
         "zmax": high if high > low else low + 1,
         "colorscale": "Cividis",
@@ -100,18 +85,18 @@ def _colour_map(windows: Windows, values: ByRank, name: str, title: str, caption
         "text": [[rank_name(rank)] * len(means) for rank in ranks],
         "hovertemplate": "%{text}<br>step %{x:.0f}<br>%{z:.4g}<extra></extra>",
     }
-    return Figure(
+    return page.Figure(
         name=name,
         title=title,
         caption=f"{caption} A row is a rank, a colour its {unit}, the mean of a stretch of steps.",
-        views=[View("", [trace])],
-        x=STEPS,
+        views=[page.View("", [trace])],
+        x=page.STEPS,
         y=_rank_axis(ranks, most_labels=12),
         scale=(f"{amount(low)}", f"{amount(high)} {unit}"),
     )
 
 
-def utilisation(windows: Windows) -> Figure | Missing:
+def utilisation(windows: Windows) -> page.Figure | page.Missing:
     """Draw what each rank does with its time: under the first split, over the whole run, under the last split."""
     title = "What each rank does with its time"
     early, late = early_rows(windows), late_rows(windows)
@@ -125,23 +110,23 @@ def utilisation(windows: Windows) -> Figure | Missing:
         shares = 100 * mean_shares(windows.times_ms[rows], windows.num_steps[rows])
         if np.isfinite(shares).any():
             traces = [
-                bars(x=numbers(own), y=places, name=name, marker=_filling(role), hovertemplate="%{x:.1f}%")
+                page.bars(x=page.numbers(own), y=places, name=name, marker=_filling(role), hovertemplate="%{x:.1f}%")
                 for (name, role), own in zip(_ROLES.items(), shares[ranks].T, strict=True)
             ]
-            views.append(View(label, traces))
+            views.append(page.View(label, traces))
     if not views:
-        return Missing("utilisation", title, NO_WINDOWS)
-    return Figure(
+        return page.Missing("utilisation", title, page.NO_WINDOWS)
+    return page.Figure(
         name="utilisation",
         title=title,
         caption="Mean over the steps. Waiting is for slower ranks; communication is what no computing hides. The rank "
         "that hardly waits is the one that holds the others up.",
         views=views,
-        x=axis("share of the rank's time (%)", range=[0, 100]),
+        x=page.axis("share of the rank's time (%)", range=[0, 100]),
         y=_rank_axis(ranks),
         more={"barmode": "stack", "bargap": 0.25},
-        legend=tuple(Key(name, role, "hatch" if role == "waiting" else "fill") for name, role in _ROLES.items()),
-        height=110 + len(ranks) * (34 if len(ranks) <= MOST_LINES else 17),
+        legend=tuple(page.Key(name, role, "hatch" if role == "waiting" else "fill") for name, role in _ROLES.items()),
+        height=110 + len(ranks) * (34 if len(ranks) <= page.MOST_LINES else 17),
         wide=True,
     )
 
@@ -151,13 +136,13 @@ def _steps_of(which: str, windows: Windows, rows: IntArray) -> str:
     return f"{which} split (steps {start:,.0f} to {end:,.0f})"
 
 
-def step_timeline(run: RunArrays) -> Figure | Missing:
+def step_timeline(run: RunArrays) -> page.Figure | page.Missing:
     """Draw a step to scale, one before anything was learned and one of the last."""
     title = "Timeline of one step"
     steps = [step for step in (run.early, run.late) if step is not None]
     steps = steps[:1] if len(steps) == 2 and steps[0] == steps[1] else steps
     if not steps:
-        return Missing("timeline", title, "The log holds no step's full timeline.")
+        return page.Missing("timeline", title, "The log holds no step's full timeline.")
     ranks = ranks_to_draw(max(len(step.local_batches) for step in steps), _MOST_ROWS)
     views, longest_ms = [], 0.0
     for when, step in zip(("early: ", "late: ") if len(steps) == 2 else ("",), steps, strict=True):
@@ -165,24 +150,24 @@ def step_timeline(run: RunArrays) -> Figure | Missing:
         length_ms = max(bar.start_ms + bar.length_ms for bar in drawn)
         batches = f", split {split(step.local_batches)}" if len(step.local_batches) <= 4 else ""
         label = f"{when}step {step.step:,}, {duration(length_ms)}{batches}"
-        views.append(View(label, _timeline_traces(drawn, ranks)))
+        views.append(page.View(label, _timeline_traces(drawn, ranks)))
         longest_ms = max(longest_ms, length_ms)
-    return Figure(
+    return page.Figure(
         name="timeline",
         title=title,
         caption="Above, what a rank computes; below, its gradient's all-reduces, bucket by bucket. Ranks are lined up "
         "by the end of the last all-reduce. In a good split no rank waits long.",
         views=views,
-        x=axis("time in the step (ms)", range=[0, 1.02 * longest_ms]),
+        x=page.axis("time in the step (ms)", range=[0, 1.02 * longest_ms]),
         y=_rank_axis(ranks),
         more={"barmode": "overlay", "hovermode": "closest"},
         legend=(
-            Key("optimizer and forward", "forward"),
-            Key("backward", "backward"),
-            Key("all-reduces of buckets, in turn", "allreduce", "shades"),
-            Key("waiting for a slower rank", "waiting", "hatch"),
+            page.Key("optimizer and forward", "forward"),
+            page.Key("backward", "backward"),
+            page.Key("all-reduces of buckets, in turn", "allreduce", "shades"),
+            page.Key("waiting for a slower rank", "waiting", "hatch"),
         ),
-        height=110 + len(ranks) * (42 if len(ranks) <= MOST_LINES else 22),
+        height=110 + len(ranks) * (42 if len(ranks) <= page.MOST_LINES else 22),
         wide=True,
     )
 
@@ -197,10 +182,10 @@ def _timeline_traces(drawn: list[Bar], ranks: list[int]) -> list[dict[str, Any]]
             shade = "-odd" if bar.kind == "all-reduce" and (bar.bucket or 0) % 2 else ""
             kinds.setdefault(role + shade, []).append(bar)
     return [
-        bars(
+        page.bars(
             [_bar_words(bar) for bar in group],
-            base=numbers([bar.start_ms for bar in group]),
-            x=numbers([bar.length_ms for bar in group]),
+            base=page.numbers([bar.start_ms for bar in group]),
+            x=page.numbers([bar.length_ms for bar in group]),
             y=[rows[bar.rank] + (0.2 if bar.lane == "link" else -0.2) for bar in group],
             width=0.36,
             marker=_filling(role),
@@ -223,4 +208,4 @@ def _rank_axis(ranks: list[int], most_labels: int = _MOST_ROWS) -> dict[str, Any
     """Return an axis of ranks, each with its label, or every so many."""
     places = list(range(0, len(ranks), -(-len(ranks) // most_labels)))
     labels = [str(ranks[place]) for place in places]
-    return row_axis("rank (number)", len(ranks), tickvals=places, ticktext=labels, zeroline=False)
+    return page.row_axis("rank (number)", len(ranks), tickvals=places, ticktext=labels, zeroline=False)

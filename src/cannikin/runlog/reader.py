@@ -241,13 +241,11 @@ def _foreign(path: str | os.PathLike[str]) -> str:
     return f"{os.fspath(path)}: is not a run log: its first line is not the header of one"
 
 
-def read_runlog(path: str | os.PathLike[str], *, details: bool = True) -> RunLog:
+def read_runlog(path: str | os.PathLike[str]) -> RunLog:
     """Read a whole log, finished, broken off or still being written.
 
     Args:
-        path: a log, or a run directory that holds one.
-        details: whether windows keep their timelines and plans their candidates, which are most of a long log's
-            memory; `RunLogReader.records` gives them one by one.
+        path: a log, or a run directory that holds one; `RunLogReader.records` gives the records of a long one in turn.
 
     Raises:
         RunLogError: the file is missing, is no run log, has no header yet, or has another version of the format.
@@ -267,7 +265,7 @@ def read_runlog(path: str | os.PathLike[str], *, details: bool = True) -> RunLog
         ('even', {'epoch': 1}, 3, True)
     """
     with RunLogReader(path) as reader:
-        records = [record if details else _without_details(record) for record in reader.records()]
+        records = list(reader.records())
     if not records:
         raise RunLogError(f"{reader.path}: has no header yet: the run has only just begun, or ended at once")
     return RunLog(
@@ -286,15 +284,6 @@ def _says_end(records: list[Record]) -> bool:
     """Return whether an event "end" follows the last header."""
     later = itertools.takewhile(lambda record: not isinstance(record, Header), reversed(records))
     return any(isinstance(record, EventRecord) and record.kind == "end" for record in later)
-
-
-def _without_details(record: Record) -> Record:
-    match record:
-        case WindowRecord():
-            return msgspec.structs.replace(record, timeline=None)
-        case PlanRecord():
-            return msgspec.structs.replace(record, candidate_totals=(), candidate_goodputs=())
-    return record
 
 
 @contextmanager

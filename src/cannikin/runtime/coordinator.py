@@ -66,6 +66,7 @@ class Unplanned:
     """Stands where a coordinator will be, until a loader is bound: there is no plan, and ranks exchange nothing."""
 
     is_bound = False
+    planner: Planner | None = None
     job: Job | None = None
     noise_scale = math.nan
     max_batch = NO_MAX
@@ -173,7 +174,7 @@ class Coordinator:
         own = self.schedule.decision
         values = self.exchange.broadcast_now(encode_decision(own))
         # Rank 0 too, whose restored noise scale is in it: gains and rates must not differ.
-        self.schedule.begin_with(own if self._thread is not None else self._decode(values))
+        self.schedule.begin_with(own if self._thread is not None else decode_decision(values))
 
     def restore(self, state: dict[str, Any]) -> None:
         """Let the planner take a saved state, and begin with the plan it held."""
@@ -228,8 +229,7 @@ class Coordinator:
         """Learn from the window and plan; a planner that fails costs its plans, not the training."""
         self._gathered = gathered = merge_windows(sent, first_step, num_steps, loaded_alone=self._loaded_alone)
         free_step += gathered.num_ahead
-        last = self.schedule.decision
-        kept = replace(last, plan=self.schedule.newest, changes=(), choice=None)
+        kept = replace(self.schedule.decision, plan=self.schedule.newest, changes=(), choice=None)
         if self._failed:
             return kept
         try:
@@ -270,7 +270,7 @@ class Coordinator:
         """Take the decision, on every rank at the same step, rank 0 too: schedules and progress must not differ."""
         values = self.exchange.finish_broadcast()
         if self._planning is None:
-            decision = self._decode(values)
+            decision = decode_decision(values)
         else:
             decision, self._planning = self._planning.result(), None
         self.schedule.install(decision, self._step)
@@ -280,6 +280,3 @@ class Coordinator:
             if warning is not None:
                 warnings.warn(warning, RuntimeWarning, stacklevel=2)
         return Happened(decision=decision, gathered=self._gathered)
-
-    def _decode(self, values: torch.Tensor) -> Decision:
-        return decode_decision(values, self.schedule.job.num_ranks)

@@ -24,7 +24,7 @@ from cannikin.runtime.device import find_device
 from cannikin.runtime.hook import DdpReducer
 from cannikin.runtime.loop import Loop
 from cannikin.runtime.options import Options, check_model, check_names
-from cannikin.runtime.profile_store import ProfileKeeper, ProfileStore, introduce, model_key
+from cannikin.runtime.profile_store import ProfileStore, introduce, model_key
 from cannikin.runtime.recorder import Recorder, check_metrics, end_run
 from cannikin.runtime.step import BatchEntry, BatchSource
 from cannikin.runtime.update import Update, choose_rule
@@ -119,7 +119,7 @@ class Engine:
         if self.world_size == 1 and job.largest_total > job.batch_size:
             self._reducer.compare_with_previous()
         if self._store is not None:
-            self.loop.keeper = ProfileKeeper(self._store, devices, coordinator)
+            self._store.devices, self.loop.store = devices, self._store
         self._recorder.begin(job, policy, self._ddp.module, ranks)
         return self.loop
 

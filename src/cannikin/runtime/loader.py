@@ -30,7 +30,38 @@ ADVICE = {
 AFTER_READING = ("collate_fn", "pin_memory", "pin_memory_device")
 
 
-class HeteroDataLoader:
+class _OverPasses:
+    """What a loader and a sampler say of the passes that they make over the data."""
+
+    _passes: Passes
+
+    def __len__(self) -> int:
+        """Steps of this pass, or between passes of the next, under the current plan; a resumed pass is shorter."""
+        return len(self._passes)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch underway; between passes the one that the next `iter()` begins."""
+        return self._passes.bookmark.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make `epoch` the one that the next `iter()` begins; a loaded position in that epoch is kept."""
+        self._passes.bookmark.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return where in the data training is, in plain numbers, the same on every rank.
+
+        A loader counts batches yielded, a sampler batches cut. After a loop was broken off, it still says where: a run
+        resumed from it goes on with that epoch.
+        """
+        return self._passes.bookmark.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned, on any number of ranks: the next `iter()` begins at the next sample."""
+        self._passes.bookmark.load_state_dict(state)
+
+
+class HeteroDataLoader(_OverPasses):
     """A DataLoader whose batches have the size that the plan gives this rank; an epoch gives every sample once.
 
         model = cannikin.HeteroDataParallel(net, optimizer)
@@ -73,19 +104,19 @@ class HeteroDataLoader:
             self.is_padding = False
             seed, drop_last = own.get("seed", 0), own.get("drop_last", False)
             shuffle = _shuffled(dataset, own.get("shuffle"), engine.world_size)
-            self._bookmark = Bookmark(num_samples=num_samples, seed=seed, shuffle=shuffle)
+            bookmark = Bookmark(num_samples=num_samples, seed=seed, shuffle=shuffle)
             source, fetched, kwargs = _source(dataset, seed, shuffle, kwargs)
-            passes = Passes(engine, source, bookmark=self._bookmark, num_samples=num_samples, drop_last=drop_last)
-            self._sampler = _NotedSampler(passes)
+            self._passes = Passes(engine, source, bookmark=bookmark, num_samples=num_samples, drop_last=drop_last)
+            self._sampler = _NotedSampler(self._passes)
             self._loader = DataLoader(fetched, batch_sampler=self._sampler, **kwargs)
-        self._feed = passes.bind(self, job)
+        self._feed = self._passes.bind(self, job)
 
     def __iter__(self) -> Iterator[Any]:
         self._check_free()
         return self._pass()
 
     def _check_free(self) -> None:
-        if self._bookmark.underway:
+        if self._passes.bookmark.underway:
             raise InvalidInputError(
                 f"this loader is already in a pass over epoch {self.epoch}, and ranks take steps together: finish "
                 "that loop, break it off or close() its iterator first"
@@ -94,7 +125,7 @@ class HeteroDataLoader:
     def _pass(self) -> Iterator[Any]:
         self._check_free()
         notes = self._sampler.start()
-        self._feed.begin_epoch(self._bookmark.next.epoch, self._bookmark.next.position)
+        self._feed.begin_epoch(self._passes.bookmark.next.epoch, self._passes.bookmark.next.position)
         try:
             start_s, batches = time.perf_counter(), iter(self._loader)
             while True:
@@ -105,14 +136,14 @@ class HeteroDataLoader:
                 step = notes.popleft()
                 entry = replace(step.entry, load_s=time.perf_counter() - start_s, loaded_alone=not self.prefetch_depth)
                 self._feed.hand_out(self._weighed(entry, batch))
-                self._bookmark.advance(step.position)
+                self._passes.bookmark.advance(step.position)
                 self.is_padding = step.entry.is_padding
                 yield batch
                 start_s = time.perf_counter()
-            self._bookmark.finish()
+            self._passes.bookmark.finish()
             self._feed.complete_epoch()
         finally:
-            self._bookmark.end()
+            self._passes.bookmark.end()
             self._feed.end_epoch()
 
     def _weighed(self, entry: BatchEntry, batch: Any) -> BatchEntry:
@@ -123,37 +154,13 @@ class HeteroDataLoader:
             raise InvalidInputError(f"item_count returned {items} for the batch of step {entry.step}: it must be >= 0")
         return replace(entry, items=items)
 
-    def __len__(self) -> int:
-        """Steps of this pass, or between passes of the next, under the current plan; a resumed pass is shorter."""
-        return len(self._sampler)
-
     @property
     def prefetch_depth(self) -> int:
         """Batches whose indices are cut before the batch in training was yielded: num_workers * prefetch_factor."""
         return self._loader.num_workers * (self._loader.prefetch_factor or 0)
 
-    @property
-    def epoch(self) -> int:
-        """The epoch underway; between passes the one that the next `iter()` begins."""
-        return self._bookmark.epoch
 
-    def set_epoch(self, epoch: int) -> None:
-        """Make `epoch` the one that the next `iter()` begins; a loaded position in that epoch is kept."""
-        self._bookmark.set_epoch(epoch)
-
-    def state_dict(self) -> dict[str, int]:
-        """Return where in the data training is, by batches yielded; plain numbers, the same on every rank.
-
-        After a loop was broken off, it still says where: a run resumed from it goes on with that epoch.
-        """
-        return self._bookmark.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned, on any number of ranks: the next `iter()` begins at the next sample."""
-        self._bookmark.load_state_dict(state)
-
-
-class HeteroBatchSampler(Sampler[list[int]]):
+class HeteroBatchSampler(_OverPasses, Sampler[list[int]]):
     """This rank's indices of each step, for a DataLoader of your own: `DataLoader(data, batch_sampler=...)`.
 
         engine = cannikin.attach(ddp, optimizer)
@@ -221,31 +228,10 @@ class HeteroBatchSampler(Sampler[list[int]]):
                 self._passes.bookmark.end()
                 self._feed.end_epoch()
 
-    def __len__(self) -> int:
-        """Steps of this pass, or between passes of the next, under the current plan."""
-        return len(self._passes)
-
     @property
     def sampler(self) -> HeteroBatchSampler:
         """Itself: frameworks look for `set_epoch` on `batch_sampler.sampler`."""
         return self
-
-    @property
-    def epoch(self) -> int:
-        """The epoch underway; between passes the one that the next `iter()` begins."""
-        return self._passes.bookmark.epoch
-
-    def set_epoch(self, epoch: int) -> None:
-        """Make `epoch` the one that the next `iter()` begins."""
-        self._passes.bookmark.set_epoch(epoch)
-
-    def state_dict(self) -> dict[str, int]:
-        """Return where in the data the passes are, by batches cut; plain numbers, the same on every rank."""
-        return self._passes.bookmark.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned, on any number of ranks; the next `iter()` resumes there."""
-        self._passes.bookmark.load_state_dict(state)
 
 
 class _NotedSampler(Sampler[list[Any]]):

@@ -27,7 +27,7 @@ from cannikin.errors import BatchMatchError, InvalidInputError
 from cannikin.runtime.coordinator import Coordinator, Happened, Unplanned
 from cannikin.runtime.device import Device, MemoryGauge
 from cannikin.runtime.hook import Reducer
-from cannikin.runtime.profile_store import ProfileKeeper
+from cannikin.runtime.profile_store import ProfileStore
 from cannikin.runtime.recorder import Recorder
 from cannikin.runtime.step import BatchEntry, BatchQueue, Part, StepInProgress, check_size
 from cannikin.runtime.update import Update
@@ -59,7 +59,7 @@ class Loop:
         grad_scaler: Any,
     ) -> None:
         self.coordinator: Unplanned | Coordinator = Unplanned()
-        self.keeper: ProfileKeeper | None = None  # of what is learned about devices, on rank 0
+        self.store: ProfileStore | None = None  # of what is learned about devices, on rank 0
         self.queue = BatchQueue()
         self.memory = MemoryGauge(device.memory)
         self.goal: float | None = None  # passes of progress that the loop has asked for (`epochs`)
@@ -136,8 +136,8 @@ class Loop:
         """Let what is under way arrive: the iterator ends, and nothing of ours stays outstanding, or starts here."""
         self._pass_over = True
         self._exchange.wait()
-        if self.keeper is not None:
-            self.keeper.save()
+        if self.store is not None:
+            self.store.keep(self.coordinator.planner)
 
     def micro_batches(self, module: Any, batch: Any, num_parts: int | None) -> Iterator[Any]:
         """Cut a batch along dimension 0, hold synchronisation back on all parts but the last, and weight each part.

@@ -17,7 +17,6 @@ import torch
 
 from cannikin.core.planner import DevicePlanner
 from cannikin.runlog import RankInfo
-from cannikin.runtime.coordinator import Coordinator
 from cannikin.runtime.device import Device
 from cannikin.runtime.wire import Exchange
 
@@ -48,11 +47,17 @@ class ProfileStore:
     def __init__(self, path: str | Path, model: str) -> None:
         self._path = Path(path)
         self._model = model
+        self.devices: list[str] = []  # of this run, by rank
 
     def load(self, devices: list[str]) -> list[dict[str, Any] | None]:
         """Return the profile of each of these devices, None where there is none; a file that cannot be read warns."""
         known = (self._read() or {}).get(self._model, {})
         return [known.get(device) for device in devices]
+
+    def keep(self, planner: object) -> None:
+        """Save what a planner has learned of the run's devices, if it learns such things."""
+        if isinstance(planner, DevicePlanner):
+            self.save(self.devices, planner.profiles())
 
     def save(self, devices: list[str], profiles: list[dict[str, Any] | None]) -> None:
         """Put these profiles in place of older ones; of several ranks on one kind of device the first is kept."""
@@ -92,16 +97,3 @@ class ProfileStore:
                 stacklevel=2,
             )
             return None
-
-
-class ProfileKeeper:
-    """Puts what a run has learned of its devices into the store, as long as its planner learns such things."""
-
-    def __init__(self, store: ProfileStore, devices: list[str], coordinator: Coordinator) -> None:
-        self._store, self._devices, self._coordinator = store, devices, coordinator
-
-    def save(self) -> None:
-        """Save what is known by now."""
-        planner = self._coordinator.planner
-        if isinstance(planner, DevicePlanner):
-            self._store.save(self._devices, planner.profiles())

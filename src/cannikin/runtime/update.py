@@ -60,31 +60,20 @@ class Update:
     """What happens around each step of one optimizer.
 
     Args:
-        optimizer: whose rates are scaled.
+        optimizer: whose rates are scaled; they may be numbers or tensors.
         rule: how rates follow the total batch.
         device: which copies to the host whether a step was skipped.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, rule: LrRule, device: Device) -> None:
         self.optimizer = optimizer
-        self._rule = rule
-        self._rates = _RateScaler()
-        self._progress = _Progress(device)
+        self.progress = 0.0  # B0-steps so far; a skipped step of a fused optimizer may be counted until the next one
         has_variance = _is_one_of(_ADAM_FAMILY, optimizer) and not _is_one_of(_WITHOUT_VARIANCE, optimizer)
         self.variance = InverseVariance(optimizer) if has_variance else None
-
-    @property
-    def progress(self) -> float:
-        """B0-steps that training so far has been worth."""
-        return self._progress.total
-
-    def settle(self) -> float:
-        """Return progress so far, for which this waits, should the last step have been skipped."""
-        return self._progress.settle()
-
-    def restore(self, progress: float) -> None:
-        """Go on from a saved state."""
-        self._progress.total = progress
+        self._rule = rule
+        self._device = device
+        self._own_rates: list[tuple[dict[str, Any], Any]] = []  # the user's, while the optimizer steps
+        self._uncertain: tuple[HostCopy, float] | None = None  # whether the last step was skipped, and its gain
 
     def factor(self, schedule: Schedule, step: int) -> float:
         """Return the factor on every learning rate under the plan in force at this step."""
@@ -93,80 +82,53 @@ class Update:
 
     def begin(self, factor: float) -> None:
         """Scale the rates: the optimizer is about to change the parameters."""
-        self._rates.apply(self.optimizer, factor)
-
-    def end(self, gain: float) -> None:
-        """Give the rates back, and count what the step was worth."""
-        self._rates.undo()
-        self._progress.advance(self.optimizer, gain)
-        if self.variance is not None:
-            self.variance.count_step()
-
-
-class _RateScaler:
-    """Multiplies every group's rate for the time of one optimizer step; rates may be numbers or tensors."""
-
-    def __init__(self) -> None:
-        self._saved: list[tuple[dict[str, Any], Any]] = []
-
-    def apply(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
-        """Scale, after undoing what a step that raised has left behind."""
-        self.undo()
+        self._give_back()  # what a step that raised has left behind
         if factor == 1.0:
             return
         scaled: set[int] = set()  # groups may share one tensor: torch gives them its default as it is
-        for group in optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             rate = group["lr"]
             if isinstance(rate, torch.Tensor):
                 if id(rate) not in scaled:
-                    self._saved.append((group, rate.clone()))
+                    self._own_rates.append((group, rate.clone()))
                     rate.mul_(factor)
                     scaled.add(id(rate))
             else:
-                self._saved.append((group, rate))
+                self._own_rates.append((group, rate))
                 group["lr"] = rate * factor
 
-    def undo(self) -> None:
-        """Give every group its own rate back."""
-        for group, rate in self._saved:
+    def end(self, gain: float) -> None:
+        """Give the rates back, and count what the step was worth.
+
+        A fused optimizer runs its hooks on a step that GradScaler skipped too, which does not count.
+        """
+        self._give_back()
+        self.settle()
+        self.progress += gain
+        found_inf: Any = getattr(self.optimizer, "found_inf", None)
+        if isinstance(found_inf, torch.Tensor):
+            self._uncertain = self._device.copy([found_inf.clone().reshape(())]), gain
+        if self.variance is not None:
+            self.variance.count_step()
+
+    def _give_back(self) -> None:
+        for group, rate in self._own_rates:
             if isinstance(rate, torch.Tensor):
                 group["lr"].copy_(rate)
             else:
                 group["lr"] = rate
-        self._saved.clear()
-
-
-class _Progress:
-    """The sum of the gains of the steps that the optimizer took; a step that GradScaler skipped does not count."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._total = 0.0
-        self._uncertain: tuple[HostCopy, float] | None = None  # whether the last step was skipped, and its gain
-
-    def advance(self, optimizer: torch.optim.Optimizer, gain: float) -> None:
-        """Count a step after the optimizer's hooks have run, which a fused optimizer's do on a skipped step too."""
-        self.settle()
-        self._total += gain
-        found_inf: Any = getattr(optimizer, "found_inf", None)
-        if isinstance(found_inf, torch.Tensor):
-            self._uncertain = self._device.copy([found_inf.clone().reshape(())]), gain
+        self._own_rates.clear()
 
     def settle(self) -> float:
-        """Take back the last step, should it have been skipped; return progress so far."""
+        """Take back the last step, should it have been skipped, for which this waits; return progress so far."""
         if self._uncertain is not None:
             (found_inf, gain), self._uncertain = self._uncertain, None
-            self._total -= gain * found_inf.read()[0]
-        return self._total
+            self.progress -= gain * found_inf.read()[0]
+        return self.progress
 
-    @property
-    def total(self) -> float:
-        """Progress so far; a skipped step of a fused optimizer may be counted until the next one."""
-        return self._total
-
-    @total.setter
-    def total(self, value: float) -> None:
-        self._total, self._uncertain = value, None
+    def restore(self, progress: float) -> None:
+        """Go on from a saved state."""
+        self.progress, self._uncertain = progress, None
 
 
 class InverseVariance:

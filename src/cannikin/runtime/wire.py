@@ -227,9 +227,9 @@ def encode_decision(decision: Decision) -> torch.Tensor:
     return torch.from_numpy(row.view(np.int64))
 
 
-def decode_decision(values: torch.Tensor, num_ranks: int) -> Decision:
+def decode_decision(values: torch.Tensor) -> Decision:
     """Return what `encode_decision` was given; a reason does not travel, so the receiver states its own."""
-    row = values.numpy().view(_decision_type(num_ranks))[0]
+    row = values.numpy().view(_decision_type(len(values) - len(empty_decision(0))))[0]
     batches, predicted_s = tuple(row["local_batches"].tolist()), float(row["predicted_step_s"])
     signal, trace = float(row["signal_sqnorm"]), float(row["noise_trace"])
     plan = Plan(

@@ -236,7 +236,7 @@ class Simulation:
         shape = batches.shape
         steps = self.step + np.arange(len(batches))
         local, total = np.full(shape, np.nan), np.full(len(batches), np.nan)
-        taken = takes_norms(steps)
+        taken = np.array([takes_norms(step) for step in steps.tolist()])
         if self.workload is not None and taken.any() and shape[1] > 1:
             local[taken], total[taken] = sample_sqnorms(
                 np.maximum(batches[taken], 1), *self.workload.moments(self.progress), self._rng

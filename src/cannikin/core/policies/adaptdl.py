@@ -18,15 +18,7 @@ import numpy as np
 from cannikin.core.goodput import TotalChoice, choose_total, total_grid
 from cannikin.core.noise.tracker import NoiseTracker
 from cannikin.core.planner import Decision
-from cannikin.core.policies.plans import (
-    epoch_samples,
-    even_batches,
-    load_plan,
-    make_plan,
-    restoring,
-    save_plan,
-    within_bounds,
-)
+from cannikin.core.policies import plans
 from cannikin.core.values import FloatArray, Job, StepWindow
 
 
@@ -36,7 +28,7 @@ class AdaptdlPlanner:
     def __init__(self, job: Job, *, batch_norm: bool = False) -> None:
         self._job = job
         self._noise = NoiseTracker(initial_batch=job.batch_size, batch_norm=batch_norm)
-        self._plan = make_plan(0, even_batches(job, job.batch_size), reason="even split at B0")
+        self._plan = plans.make_plan(0, plans.even_batches(job, job.batch_size), reason="even split at B0")
         self._points: dict[int, list[float]] = {}  # total batch -> [steps, sum of T_grad, sum of T]
         self._samples = 0
         self._epoch = 0
@@ -46,7 +38,7 @@ class AdaptdlPlanner:
         """At a new epoch choose the total with the best goodput, evenly split; else keep the plan in force."""
         if window is not None:
             self._observe(window)
-        self._plan = within_bounds(self._plan, job, step)
+        self._plan = plans.within_bounds(self._plan, job, step)
         choice = self._choose(job, step)
         return Decision(plan=self._plan, noise=self._noise.summary(), choice=choice, phase="even")
 
@@ -59,7 +51,7 @@ class AdaptdlPlanner:
             point[2] += float(window.interval_s[s].mean())
         self._noise.observe(window)
         self._samples += int(window.local_batches.sum())
-        self._epoch = self._samples // epoch_samples(self._job)
+        self._epoch = self._samples // plans.epoch_samples(self._job)
 
     def _choose(self, job: Job, step: int) -> TotalChoice | None:
         """Compare total batches where that is due, and plan for the best one."""
@@ -73,11 +65,11 @@ class AdaptdlPlanner:
         step_s = replica_times(self._fit(), grid / job.num_ranks)
         choice = choose_total(grid, step_s, self._noise.efficiency(grid), now, threshold=0.0 if first else 0.05)
         if choice.total_batch != now:
-            batches, reason = even_batches(job, choice.total_batch), choice.reason
+            batches, reason = plans.even_batches(job, choice.total_batch), choice.reason
             predicted_s = float(step_s[grid == choice.total_batch][0])
             if "biased" in self._noise.flags:
                 reason += "; noise scale biased: one rank compares consecutive steps"
-            self._plan = make_plan(step, batches, reason=reason, predicted_step_s=predicted_s)
+            self._plan = plans.make_plan(step, batches, reason=reason, predicted_step_s=predicted_s)
         return choice
 
     def _fit(self) -> tuple[float, float, float, float]:
@@ -88,7 +80,7 @@ class AdaptdlPlanner:
     def state_dict(self) -> dict[str, Any]:
         """Return everything learned and decided."""
         return {
-            "plan": save_plan(self._plan),
+            "plan": plans.save_plan(self._plan),
             "noise": self._noise.state_dict(),
             "points": [[total, *point] for total, point in self._points.items()],
             "counters": [self._samples, self._epoch, self._decided_epoch],
@@ -96,8 +88,8 @@ class AdaptdlPlanner:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` returned."""
-        with restoring("AdaptDL planner"):
-            self._plan = load_plan(state["plan"], self._job)
+        with plans.restoring("AdaptDL planner"):
+            self._plan = plans.load_plan(state["plan"], self._job)
             self._noise.load_state_dict(state["noise"])
             self._points = {int(total): list(point) for total, *point in state["points"]}
             self._samples, self._epoch, self._decided_epoch = state["counters"]

@@ -18,14 +18,7 @@ from cannikin.core.learner import Learner, ModelFit
 from cannikin.core.noise.tracker import NoiseTracker
 from cannikin.core.perf import Cluster, step_time
 from cannikin.core.planner import Decision, SpeedChange
-from cannikin.core.policies.plans import (
-    even_batches,
-    load_plan,
-    make_plan,
-    restoring,
-    save_plan,
-    within_bounds,
-)
+from cannikin.core.policies import plans
 from cannikin.core.profiles import load_profiles, save_profiles
 from cannikin.core.split import SplitSolver
 from cannikin.core.values import Job, Split, StepWindow
@@ -52,8 +45,8 @@ class Controller:
         self._job = job
         self._learner = Learner(job.num_ranks)
         self._noise = NoiseTracker(initial_batch=job.batch_size, batch_norm=batch_norm)
-        even = even_batches(job, job.batch_size)
-        self._plan = make_plan(0, even, reason="nothing measured yet: even split")
+        even = plans.even_batches(job, job.batch_size)
+        self._plan = plans.make_plan(0, even, reason="nothing measured yet: even split")
         self._phase = "even"  # "guess" while the second window's split is tried, "optperf" from then on
         self._excess = 0.0  # log of measured over modelled step time: jitter makes the slowest of n slower
         self._last_change: int | None = None  # step at which a rank was last seen to change its speed
@@ -120,7 +113,7 @@ class Controller:
 
         `in_force` is whether a step of the window ran under the plan made last.
         """
-        before, self._plan = self._plan, within_bounds(self._plan, job, step)
+        before, self._plan = self._plan, plans.within_bounds(self._plan, job, step)
         if model.cluster is None:
             if self._plan is before:
                 self._plan = replace(self._plan, reason=f"kept: {model.reason}")
@@ -163,7 +156,7 @@ class Controller:
             return False
         reason = "a first guess, as if half of every rank's time were fixed, to see a second batch size"
         reason = "; ".join([reason, *_waits(cluster, split.local_batches)])
-        self._plan, self._phase = make_plan(step, split.local_batches, reason=reason), "guess"
+        self._plan, self._phase = plans.make_plan(step, split.local_batches, reason=reason), "guess"
         return True
 
     def _settle(self, step: int, cluster: Cluster, job: Job, best: Split, why: list[str]) -> None:
@@ -171,7 +164,7 @@ class Controller:
         now, precision = self._plan, self._learner.precision
         total_batch, best_s = sum(best.local_batches), step_time(cluster, best.local_batches)
         batches, phase, reason = best.local_batches, "optperf", best.reason
-        even = even_batches(job, total_batch)
+        even = plans.even_batches(job, total_batch)
         if step_time(cluster, even) <= best_s * (1 + max(_SAME, _EVEN * precision)):
             alone = "one rank has the whole batch"
             reason = alone if len(even) == 1 else "no rank differs from another by more than the noise"
@@ -192,7 +185,7 @@ class Controller:
         low, high = self._job.bounds
         reasons = ["the local batches are set, and stay"] if (low == high).all() else [reason, *why]
         reason = "; ".join([*reasons, *_waits(cluster, batches)])
-        self._plan = make_plan(first_step, batches, reason=reason, predicted_step_s=predicted_s)
+        self._plan = plans.make_plan(first_step, batches, reason=reason, predicted_step_s=predicted_s)
         self._phase = phase
 
     def _total(self, solver: SplitSolver, job: Job) -> tuple[int, TotalChoice | None, list[str]]:
@@ -228,7 +221,7 @@ class Controller:
             "version": 1,
             "learner": self._learner.state_dict(),
             "noise": self._noise.state_dict(),
-            "plan": save_plan(self._plan),
+            "plan": plans.save_plan(self._plan),
             "phase": self._phase,
             "excess": self._excess,
         }
@@ -239,7 +232,7 @@ class Controller:
         With another number of ranks the noise scale and the total batch are kept, and the ranks are learned anew.
         """
         job = self._job
-        with restoring("controller"):
+        with plans.restoring("controller"):
             if state.get("version") != 1:
                 raise StateError(f"controller state of version {state.get('version')!r}: this cannikin reads version 1")
             self._noise.load_state_dict(state["noise"])
@@ -247,10 +240,10 @@ class Controller:
             if num_saved != job.num_ranks:
                 total = min(max(int(state["plan"]["total_batch"]), job.batch_size), job.largest_total)
                 reason = f"resumed with {job.num_ranks} ranks after {num_saved}: even split of the same total batch"
-                self._plan, self._phase = make_plan(0, even_batches(job, total), reason=reason), "even"
+                self._plan, self._phase = plans.make_plan(0, plans.even_batches(job, total), reason=reason), "even"
                 return
             self._learner.load_state_dict(state["learner"])
-            self._plan = load_plan(state["plan"], job)
+            self._plan = plans.load_plan(state["plan"], job)
             phase = str(state.get("phase") or state["plan"]["phase"])  # older states have the phase in the plan,
             self._phase = "guess" if phase == "inverse" else phase  # and call a guess "inverse"
             self._excess = float(state["excess"])

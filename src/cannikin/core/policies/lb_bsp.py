@@ -7,15 +7,7 @@ from typing import Any
 import numpy as np
 
 from cannikin.core.planner import Decision
-from cannikin.core.policies.plans import (
-    compute_seconds,
-    even_batches,
-    load_plan,
-    make_plan,
-    restoring,
-    save_plan,
-    within_bounds,
-)
+from cannikin.core.policies import plans
 from cannikin.core.values import FloatArray, Job, Plan, StepWindow
 
 
@@ -29,12 +21,12 @@ class LbBspPlanner:
     def __init__(self, job: Job, *, samples_moved: int = 5) -> None:
         self._job = job
         self._samples_moved = samples_moved
-        self._plan = make_plan(0, even_batches(job, job.batch_size), reason="even split to start with")
+        self._plan = plans.make_plan(0, plans.even_batches(job, job.batch_size), reason="even split to start with")
 
     def decide(self, window: StepWindow | None, job: Job, step: int) -> Decision:
         """Make one move where the plan made last is in force, or keep that plan."""
-        measured = None if window is None else compute_seconds(window)
-        fitted = within_bounds(self._plan, job, step)
+        measured = None if window is None else plans.compute_seconds(window)
+        fitted = plans.within_bounds(self._plan, job, step)
         if fitted is not self._plan:
             self._plan = fitted
         elif measured is not None and tuple(measured[0].tolist()) == self._plan.local_batches:
@@ -53,13 +45,13 @@ class LbBspPlanner:
         batches[slow] -= moved
         batches[fast] += moved
         reason = f"{moved} samples from rank {slow}, the slowest, to rank {fast}, the fastest"
-        return make_plan(step, tuple(batches.tolist()), reason=reason)
+        return plans.make_plan(step, tuple(batches.tolist()), reason=reason)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the plan in force."""
-        return {"plan": save_plan(self._plan)}
+        return {"plan": plans.save_plan(self._plan)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` returned."""
-        with restoring("LB-BSP planner"):
-            self._plan = load_plan(state["plan"], self._job)
+        with plans.restoring("LB-BSP planner"):
+            self._plan = plans.load_plan(state["plan"], self._job)

@@ -22,17 +22,8 @@ from cannikin.core.goodput import TotalChoice, choose_total, total_grid
 from cannikin.core.noise.estimate import noise_scale
 from cannikin.core.perf import Cluster, Curve
 from cannikin.core.planner import Decision, Noise
+from cannikin.core.policies import plans
 from cannikin.core.policies.algorithm1 import algorithm1, round_batches
-from cannikin.core.policies.plans import (
-    epoch_samples,
-    even_batches,
-    inverse_batches,
-    load_plan,
-    make_plan,
-    restoring,
-    save_plan,
-    within_bounds,
-)
 from cannikin.core.values import FloatArray, Job, StepWindow
 from cannikin.errors import InvalidInputError
 
@@ -55,7 +46,7 @@ class PaperPlanner:
             raise InvalidInputError(f"pooling={pooling!r} is unknown: choose inverse-variance or mean")
         self._job = job
         self._pooling = pooling
-        self._plan = make_plan(0, even_batches(job, job.batch_size), reason="first epoch: even split")
+        self._plan = plans.make_plan(0, plans.even_batches(job, job.batch_size), reason="first epoch: even split")
         self._phase = "even"  # then "inverse" for an epoch, then "optperf"
         # One row per epoch and rank: epoch, rank, mean batch, mean a, mean P.
         self._rows: list[list[float]] = []
@@ -70,7 +61,7 @@ class PaperPlanner:
     def decide(self, window: StepWindow | None, job: Job, step: int) -> Decision:
         """Make a new plan at the start of an epoch, else keep the one in force."""
         epoch_over = window is not None and self._observe(window)
-        self._plan = within_bounds(self._plan, job, step)
+        self._plan = plans.within_bounds(self._plan, job, step)
         choice = None
         if epoch_over:
             self._num_plans += 1
@@ -88,7 +79,7 @@ class PaperPlanner:
         if valid.any():
             self._add_times(window, np.flatnonzero(valid))
         self._samples += int(window.local_batches.sum())
-        epoch = self._samples // epoch_samples(self._job)
+        epoch = self._samples // plans.epoch_samples(self._job)
         if epoch <= self._epoch or not self._sums[0].any():
             return False
         steps, batch, before, backward = self._sums
@@ -129,18 +120,18 @@ class PaperPlanner:
         total = self._plan.total_batch
         if self._num_plans == 1:
             table = np.array(self._rows)[-job.num_ranks :]
-            batches = inverse_batches(job, total, (table[:, 3] + table[:, 4]) / table[:, 2])
-            self._plan, self._phase = make_plan(step, batches, reason="second epoch: equation 8"), "inverse"
+            batches = plans.inverse_batches(job, total, (table[:, 3] + table[:, 4]) / table[:, 2])
+            self._plan, self._phase = plans.make_plan(step, batches, reason="second epoch: equation 8"), "inverse"
             return None
         cluster = self._model(job)
         total, choice = self._total(cluster, job)
         result = algorithm1(cluster, total)
         if not result.local_batches:
-            self._plan = make_plan(step, self._plan.local_batches, reason=f"kept: {result.reason}")
+            self._plan = plans.make_plan(step, self._plan.local_batches, reason=f"kept: {result.reason}")
             return choice
         batches, rounding = round_batches(_repaired(np.array(result.local_batches), total, job), total)
         reason = f"Algorithm 1: {result.reason}; {rounding}" + ("" if choice is None else f"; {choice.reason}")
-        self._plan = make_plan(step, batches, reason=reason, predicted_step_s=result.predicted_s)
+        self._plan = plans.make_plan(step, batches, reason=reason, predicted_step_s=result.predicted_s)
         self._phase = "optperf"
         return choice
 
@@ -188,12 +179,18 @@ class PaperPlanner:
         """Return everything learned and decided."""
         arrays = {name: getattr(self, name).tolist() for name in _ARRAYS}
         counters = [self._samples, self._epoch, self._num_plans]
-        return {"plan": save_plan(self._plan), "phase": self._phase, "rows": self._rows, "counters": counters, **arrays}
+        return {
+            "plan": plans.save_plan(self._plan),
+            "phase": self._phase,
+            "rows": self._rows,
+            "counters": counters,
+            **arrays,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` returned."""
-        with restoring("paper planner"):
-            self._plan = load_plan(state["plan"], self._job)
+        with plans.restoring("paper planner"):
+            self._plan = plans.load_plan(state["plan"], self._job)
             self._phase = str(state.get("phase") or state["plan"]["phase"])  # older states have it in the plan
             self._rows = [list(row) for row in state["rows"]]
             self._samples, self._epoch, self._num_plans = state["counters"][:3]
