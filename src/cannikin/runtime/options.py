@@ -114,14 +114,7 @@ class DataLoaderOptions(LoaderOptions, total=False):
 
 
 def check_names(owner: str, own: Iterable[str], base: Callable[..., Any] | None, given: Iterable[str]) -> None:
-    """Refuse keywords that are neither `owner`'s own nor taken by the torch class `base`, which gets all others.
-
-    Example:
-        >>> check_names("attach", ["policy"], None, ["polcy"])
-        Traceback (most recent call last):
-            ...
-        TypeError: attach takes no polcy=: did you mean policy?
-    """
+    """Refuse keywords that are neither `owner`'s own nor taken by the torch class `base`, which gets all others."""
     known = [*own, *(() if base is None else inspect.signature(base).parameters)]
     for name in given:
         if name in known:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from itertools import chain
 from statistics import median
 from typing import Any
@@ -56,6 +57,7 @@ _STEP = (
 _BUCKET = ("ready_s", "done_s")  # of each of its buckets
 
 
+@cache  # making a record type takes as long as sending one
 def _step_type(num_buckets: int) -> np.dtype[np.void]:
     moments = [(name, np.float64, (num_buckets,)) for name in _BUCKET]
     return np.dtype([*((name, np.float64) for name in _STEP), *moments])
@@ -198,6 +200,7 @@ def check_cuts(sent: torch.Tensor, first_step: int, num_steps: int) -> None:
         )
 
 
+@cache
 def _decision_type(num_ranks: int) -> np.dtype[np.void]:
     numbers = ("predicted_step_s", "signal_sqnorm", "noise_trace")
     return np.dtype(
