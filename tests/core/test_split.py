@@ -269,3 +269,15 @@ def test_ranks_are_alike_where_times_and_bounds_are() -> None:
     assert not alike(pair(forward=twins, backward=twins, max_batch=[8, 9]), [0, 1])
     assert not alike(pair(), [0, 1])
     assert alike(pair(), [1])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_samples_that_take_less_than_a_float_can_tell_are_handed_out_too(num_ranks):
+    cluster = Cluster(
+        forward=Curve(fixed_s=[1e6] * num_ranks, per_sample_s=[1e-15] * num_ranks),
+        backward=Curve(fixed_s=[0.0] * num_ranks, per_sample_s=[1e-3] * num_ranks, floor_s=[0.01] * num_ranks),
+        gammas=[0.0, 1.0],
+        tails_s=[0.0, 0.0],
+    )
+    for total_batch in (num_ranks, num_ranks + 1, 2 * num_ranks, 50):
+        assert sum(optimal_split(cluster, total_batch).local_batches) == total_batch

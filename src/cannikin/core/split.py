@@ -175,6 +175,9 @@ class SplitSolver:
         missing = total_batch - int(batches.sum())
         if missing:
             batches = self._fill_evenly(batches, self._count(top_s * (1 + _TIE), total_batch), missing)
+        missing = total_batch - int(batches.sum())
+        if missing:  # a sample takes less than a float can tell: all of these finish at one time
+            batches = self._fill_evenly(batches, np.minimum(self.high, total_batch).astype(np.int64), missing)
         return batches, reached_s
 
     def _count(self, step_s: npt.ArrayLike, total_batch: int) -> IntArray:
