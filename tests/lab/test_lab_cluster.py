@@ -22,6 +22,7 @@ count = 2
 
 [[rank]]
 speed = 0.25
+forward_share = 0.5
 
 [[slow]]
 rank = 2
@@ -49,6 +50,7 @@ def test_a_file_says_everything_that_a_cluster_has(load):
         sample_s=0.002,
         fixed_s=0.005,
         forward_share=0.25,
+        forward_shares=(None, None, 0.5),
         link_bit_per_s=4e8,
         slowdowns=(Slowdown(rank=2, factor=0.5, step=100),),
     )
@@ -67,7 +69,7 @@ def test_ranks_are_enough(load):
         ("[[rank]]\nname = 'a'", 'rank[0].speed (rank "a") is missing'),
         (
             "[[rank]]\nspeed = 1\nspede = 2",
-            "rank[0].spede is not a known key: did you mean speed? known here are speed, name, count",
+            "rank[0].spede is not a known key: did you mean speed? known here are speed, name, count, forward_share",
         ),
         ("colour = 1\n[[rank]]\nspeed = 1", "colour is not a known key"),
         ("[[rank]]\nspeed = 'fast'", 'rank[0].speed is "fast": it must be a number'),
@@ -78,6 +80,7 @@ def test_ranks_are_enough(load):
         ("mechanism = 'magic'\n[[rank]]\nspeed = 1", 'mechanism is "magic": it must be one of auto, portable'),
         ("link = '1 parsec'\n[[rank]]\nspeed = 1", "link '1 parsec'"),
         ("forward_share = 2\n[[rank]]\nspeed = 1", "forward_share=2"),
+        ("[[rank]]\nspeed = 1\nforward_share = -1", "forward_share=-1"),
         ("sample_ms = 0\n[[rank]]\nspeed = 1", "sample_ms=0"),
         ("[[rank]]\nspeed = 1\n[[slow]]\nrank = 1\nfactor = 0.5\nstep = 3", "there is no rank 1, only 0 to 0"),
         ("[[rank]\nspeed", "is not TOML"),

@@ -18,6 +18,14 @@ def test_half_the_speed_takes_twice_as_long_for_a_sample_and_as_long_for_the_res
     assert slow.times_s(num_samples=16, forward=0) == pytest.approx((0.018, 0.054))
 
 
+def test_a_rank_has_its_own_part_of_forward_where_one_is_given():
+    first, second = LabCluster(
+        speeds=(1.0, 1.0), sample_s=0.01, forward_share=0.25, forward_shares=(None, 0.5)
+    ).devices()
+    assert first.times_s(num_samples=4, forward=0) == pytest.approx((0.01, 0.03))
+    assert second.times_s(num_samples=4, forward=0) == pytest.approx((0.02, 0.02))
+
+
 def test_a_change_of_speed_holds_until_the_next_one_and_on_its_rank_alone():
     changes = (Slowdown(rank=1, factor=1.0, step=20), Slowdown(rank=1, factor=0.5, step=10))
     first, second = LabCluster(speeds=(1.0, 1.0), slowdowns=changes).devices()

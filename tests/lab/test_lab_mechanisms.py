@@ -183,6 +183,32 @@ def test_a_daemon_that_does_not_start_is_an_error_with_its_words(control, tmp_pa
         mps.Mps().set_up(THREE, tmp_path, undo)
 
 
+# One GPU over NCCL
+
+
+def test_ranks_that_share_a_gpu_over_nccl_are_hosts_to_nccl_and_spin(control, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    with ExitStack() as undo:
+        layout = MECHANISMS["gpu"].set_up(THREE, tmp_path, undo)
+        assert control.read_text().split() == ["-d", "3", f"{tmp_path}/mps-pipe"]
+    (agent,) = layout.agents
+    assert agent.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    assert agent.environment["CUDA_MPS_PIPE_DIRECTORY"] == f"{tmp_path}/mps-pipe"
+    assert "CANNIKIN_BACKEND" not in agent.environment
+    assert len({rank.environment["NCCL_HOSTID"] for rank in layout.ranks}) == 3
+    assert all("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" not in rank.environment for rank in layout.ranks)
+    assert [(rank.spins, rank.device.speed) for rank in layout.ranks] == [(True, speed) for speed in THREE.speeds]
+
+
+def test_ranks_share_a_gpu_by_turns_where_there_is_no_mps(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")
+    with ExitStack() as undo:
+        (agent,) = MECHANISMS["gpu"].set_up(THREE, tmp_path, undo).agents
+    assert agent.environment["CUDA_VISIBLE_DEVICES"] == "2"
+    assert "by turns" in MECHANISMS["gpu"].words(THREE)
+
+
 # Which rank failed first
 
 

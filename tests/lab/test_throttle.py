@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from cannikin.lab.cluster import LabDevice
-from cannikin.lab.throttle import Throttle
+from cannikin.lab.throttle import Pace, Throttle
 
 # 10 samples take 0.1 s forward and 0.3 s backward.
 DEVICE = LabDevice(speed=1.0, sample_s=0.04, fixed_s=0.0, forward_share=0.25)
@@ -28,7 +28,7 @@ def clock():
 
 @pytest.fixture
 def throttle(clock):
-    made = Throttle(DEVICE, clock=clock, sleep=clock.sleep, warn=pytest.fail)
+    made = Throttle(DEVICE, make_pace=lambda: Pace(clock, clock.sleep), warn=pytest.fail)
     made.install()
     yield made
     made.remove()
@@ -84,7 +84,7 @@ def test_gradients_are_those_of_the_script_alone_where_it_works_in_place(clock):
         return [parameter.grad for parameter in net.parameters()]
 
     expected = train(plain)
-    throttle = Throttle(DEVICE, clock=clock, sleep=clock.sleep)
+    throttle = Throttle(DEVICE, make_pace=lambda: Pace(clock, clock.sleep))
     throttle.install()
     try:
         found = train(slowed)
@@ -170,8 +170,7 @@ def test_samples_are_counted_and_outputs_found_wherever_they_are(throttle, clock
 def test_speed_changes_at_the_training_forward_that_was_named(clock):
     throttle = Throttle(
         LabDevice(speed=1.0, sample_s=0.04, fixed_s=0.0, forward_share=0.25, changes=[(2, 0.5)]),
-        clock=clock,
-        sleep=clock.sleep,
+        make_pace=lambda: Pace(clock, clock.sleep),
     )
     throttle.install()
     net = network()
@@ -199,7 +198,7 @@ def test_waiting_for_other_ranks_before_forward_is_not_work(throttle, clock):
 
 def test_too_much_real_work_is_told_once_with_advice(clock):
     told = []
-    throttle = Throttle(DEVICE, clock=clock, sleep=clock.sleep, warn=told.append)
+    throttle = Throttle(DEVICE, make_pace=lambda: Pace(clock, clock.sleep), warn=told.append)
     throttle.install()
     net = network()
     net[2].register_forward_hook(lambda *_: clock.work(0.2))  # of 0.4

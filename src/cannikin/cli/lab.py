@@ -35,7 +35,9 @@ Mechanisms:
 )
 @click.argument("arguments", nargs=-1, metavar="[CLUSTER.toml] -- SCRIPT [ARGS]...")
 @click.option("--ranks", metavar="V,V,...", help="Speeds of the ranks, instead of a file: 1.0,0.5,0.25.")
-@click.option("--sample-ms", type=float, metavar="MS", help="Device time of one sample at speed 1; 1 if portable.")
+@click.option(
+    "--sample-ms", type=float, metavar="MS", help="Device time of one sample at speed 1; 1 if portable or gpu."
+)
 @click.option("--fixed-ms", type=float, metavar="MS", help="Device time of a step, whatever the batch and the speed.")
 @click.option("--forward-share", type=float, metavar="F", help="Part of device time that is forward; a third.")
 @click.option("--slow", multiple=True, metavar="RANK:FACTOR@STEP", help="A rank changes speed; may be repeated.")

@@ -69,6 +69,7 @@ class LabCluster:
         sample_s: device time of one sample in forward and backward together; None leaves it to the mechanism.
         fixed_s: device time of a step that neither the batch nor the speed changes.
         forward_share: part of the device time that is forward.
+        forward_shares: the same for each rank, where devices differ in it; None for the common one.
         link_bit_per_s: bandwidth of each rank's link, in each direction; None for what the machine gives.
         slowdowns: changes of speed in mid-run.
     """
@@ -78,6 +79,7 @@ class LabCluster:
     sample_s: float | None = None
     fixed_s: float = 0.0
     forward_share: float = 1 / 3
+    forward_shares: tuple[float | None, ...] = ()
     link_bit_per_s: float | None = None
     slowdowns: tuple[Slowdown, ...] = ()
 
@@ -93,8 +95,11 @@ class LabCluster:
             raise InvalidInputError(f"sample_ms={self.sample_s * 1e3:g} must be above 0 and at most 100000")
         if not 0 <= self.fixed_s <= 100:
             raise InvalidInputError(f"fixed_ms={self.fixed_s * 1e3:g} must be from 0 to 100000")
-        if not 0 <= self.forward_share <= 1:
-            raise InvalidInputError(f"forward_share={self.forward_share:g} must be from 0 to 1")
+        if len(self.forward_shares) not in (0, len(self.speeds)):
+            raise InvalidInputError(f"{len(self.forward_shares)} forward_shares for {len(self.speeds)} ranks: one each")
+        for share in (self.forward_share, *self.forward_shares):
+            if share is not None and not 0 <= share <= 1:
+                raise InvalidInputError(f"forward_share={share:g} must be from 0 to 1")
         if self.link_bit_per_s is not None and not _LINK_BIT_PER_S[0] <= self.link_bit_per_s <= _LINK_BIT_PER_S[1]:
             raise InvalidInputError(f"link of {self.link_bit_per_s:g} bit/s must be from 100kbit to 1000gbit")
         for slowdown in self.slowdowns:
@@ -108,15 +113,16 @@ class LabCluster:
 
     def devices(self) -> list[LabDevice]:
         """Return the device of each rank, with the default `sample_s` where the cluster has none."""
+        own = self.forward_shares or (None,) * self.num_ranks
         return [
             LabDevice(
                 speed=speed,
                 sample_s=DEFAULT_SAMPLE_S if self.sample_s is None else self.sample_s,
                 fixed_s=self.fixed_s,
-                forward_share=self.forward_share,
+                forward_share=self.forward_share if share is None else share,
                 changes=sorted((slow.step, slow.factor) for slow in self.slowdowns if slow.rank == rank),
             )
-            for rank, speed in enumerate(self.speeds)
+            for rank, (speed, share) in enumerate(zip(self.speeds, own, strict=True))
         ]
 
 

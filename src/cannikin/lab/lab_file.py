@@ -10,6 +10,7 @@ forward_share = 0.333   # part of both that is forward
 name = "fast"           # for people
 speed = 1.0             # half of it takes twice as long for a sample
 count = 2               # ranks of this kind, default 1
+forward_share = 0.4     # of this kind, where it is another one
 
 [[slow]]                # in mid-run
 rank = 1                # by number, from 0
@@ -39,6 +40,7 @@ class _RankTable(msgspec.Struct, frozen=True):
     speed: float
     name: str | None = None
     count: _Count = 1
+    forward_share: float | None = None
 
 
 class _LabTable(msgspec.Struct, frozen=True):
@@ -77,6 +79,7 @@ def load_lab_file(path: str | os.PathLike[str]) -> LabFile:
             sample_s=None if table.sample_ms is None else table.sample_ms / 1e3,
             fixed_s=table.fixed_ms / 1e3,
             forward_share=table.forward_share,
+            forward_shares=tuple(rank.forward_share for _, rank in kinds for _ in range(rank.count)),
             link_bit_per_s=None if table.link is None else parse_link(table.link),
             slowdowns=tuple(table.slow),
         )

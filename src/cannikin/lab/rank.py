@@ -51,9 +51,10 @@ def _take_on(settings: RankSettings) -> None:
     """Become what the settings say: change the environment, and slow this process."""
     os.environ.update(settings.environment)
     if settings.device is not None:
-        from cannikin.lab.throttle import Throttle
+        from cannikin.lab.spin import SpinPace
+        from cannikin.lab.throttle import Pace, Throttle
 
-        Throttle(settings.device).install()
+        Throttle(settings.device, make_pace=SpinPace if settings.spins else Pace).install()
 
 
 def _run_script(arguments: list[str]) -> None:

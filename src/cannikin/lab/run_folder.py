@@ -34,9 +34,13 @@ class Agent:
 
 
 class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank is to be: the device it pretends to be, None for none, and what to change in its environment."""
+    """What one rank is to be: the device it pretends to be, None for none, and what to change in its environment.
+
+    `spins` is whether it takes the device's time on a GPU instead of sleeping.
+    """
 
     device: LabDevice | None = None
+    spins: bool = False
     environment: dict[str, str] = {}
 
 

@@ -1,5 +1,7 @@
 """Makes a rank as slow as its device: torch's public hooks around forward and backward, with sleep between real work.
 
+On a GPU the device spins instead (`spin`).
+
 Forward ends no earlier than the device's would. In backward every layer with parameters takes the same part of the
 device's time, and its gradients appear when that part has passed: buckets become ready one after another as on a real
 device, and all-reduces overlap with the backward of earlier layers. A rank sleeps and does not spin, so that ranks
@@ -18,7 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -34,13 +36,28 @@ _JUDGED = range(5, 25)
 _MOST_WORK = 1 / 3
 
 
+class Stretch(Protocol):
+    """A stretch of a rank's work that is to last as long as its device would take, `budget_s`."""
+
+    budget_s: float
+
+    def reach(self, share: float = 1.0) -> None:
+        """Let this share of the budget pass."""
+
+    @property
+    def work_s(self) -> float:
+        """The time of real work in it, asked many steps later."""
+
+
 class Pace:
     """A stretch of time that lasts as long as the device would take: real work counts, and sleep fills the rest.
 
     Places in the stretch are absolute, so that what one sleep overshoots the next one makes good.
     """
 
-    def __init__(self, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.perf_counter, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
         self._clock = clock
         self._sleep = sleep
         self._start_s = clock()
@@ -64,29 +81,34 @@ class Pace:
 
 
 class Throttle:
-    """Slows the training steps of whatever outermost modules the process runs; evaluation keeps its speed."""
+    """Slows the training steps of whatever outermost modules the process runs; evaluation keeps its speed.
+
+    `device` may be replaced in mid-run.
+    """
+
+    installed: Throttle | None = None  # the one that slows this process
 
     def __init__(
         self,
         device: LabDevice,
         *,
-        clock: Callable[[], float] = time.perf_counter,
-        sleep: Callable[[float], None] = time.sleep,
+        make_pace: Callable[[], Stretch] = Pace,
         warn: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
     ) -> None:
-        self._device = device
-        self._clock, self._sleep = clock, sleep
+        self.device = device
+        self._pace = make_pace
         self._warn = warn
         self._outermost: torch.nn.Module | None = None
-        self._forward: Pace | None = None
+        self._forward: Stretch | None = None
         self._roots: weakref.WeakKeyDictionary[torch.nn.Module, _Root] = weakref.WeakKeyDictionary()
         self._inner: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # modules inside the roots
         self._num_forwards = 0
-        self._judged_work_s = self._judged_budget_s = 0.0
+        self._judged: list[Stretch] = []
         self._handles: list[Any] = []
 
     def install(self) -> None:
         """Begin to slow this process."""
+        Throttle.installed = self
         self._handles = [
             register_module_forward_pre_hook(self._before_module),
             register_module_forward_hook(self._after_module, with_kwargs=True, always_call=True),
@@ -115,7 +137,7 @@ class Throttle:
         if pace is None or output is None:  # not a training forward, or it raised
             return
         num_samples = next((len(tensor) for tensor in _tensors((args, kwargs)) if tensor.ndim > 0), 1)
-        forward_s, backward_s = self._device.times_s(num_samples=num_samples, forward=self._num_forwards)
+        forward_s, backward_s = self.device.times_s(num_samples=num_samples, forward=self._num_forwards)
         self._root(module).expect(output, backward_s)
         pace.budget_s = forward_s
         pace.reach()
@@ -137,19 +159,16 @@ class Throttle:
             self._inner.update(part for part in module.modules() if part is not module)
         return self._roots[module]
 
-    def _pace(self) -> Pace:
-        return Pace(self._clock, self._sleep)
-
-    def _judge(self, pace: Pace) -> None:
+    def _judge(self, pace: Stretch) -> None:
         """Warn once if real work takes so much of the device's time that speeds are not as asked."""
         if self._num_forwards in _JUDGED:
-            self._judged_work_s += pace.work_s
-            self._judged_budget_s += pace.budget_s
-        elif self._num_forwards == _JUDGED.stop and self._judged_budget_s > 0:
-            share = self._judged_work_s / self._judged_budget_s
-            self._judged_budget_s = 0.0
+            self._judged.append(pace)
+        elif self._num_forwards == _JUDGED.stop and self._judged:
+            budget_s = sum(pace.budget_s for pace in self._judged)
+            share = sum(pace.work_s for pace in self._judged) / budget_s if budget_s > 0 else 0.0
+            self._judged = []
             if share > _MOST_WORK:
-                sample_ms = self._device.sample_s * 1e3
+                sample_ms = self.device.sample_s * 1e3
                 self._warn(
                     f"cannikin lab: real work takes {percent(share)} of this rank's device time, more than a third: "
                     f"speeds may be off; raise --sample-ms from {sample_ms:.3g} to about "
@@ -160,9 +179,11 @@ class Throttle:
 class _Root:
     """One outermost module in training: its layers, and its backward while it happens."""
 
-    def __init__(self, module: torch.nn.Module, make_pace: Callable[[], Pace], judge: Callable[[Pace], None]) -> None:
+    def __init__(
+        self, module: torch.nn.Module, make_pace: Callable[[], Stretch], judge: Callable[[Stretch], None]
+    ) -> None:
         self._make_pace, self._judge = make_pace, judge
-        self._pace: Pace | None = None
+        self._pace: Stretch | None = None
         self._arrived: set[int] = set()  # layers whose gradient has appeared
         self._begun: set[int] = set()  # forwards that this backward goes through
         self._num_expected = 0  # forwards so far

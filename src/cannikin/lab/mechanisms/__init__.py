@@ -12,6 +12,7 @@ from typing import Protocol
 
 from cannikin.errors import MechanismError
 from cannikin.lab.cluster import LabCluster
+from cannikin.lab.mechanisms.gpu import Gpu
 from cannikin.lab.mechanisms.hosts import Hosts
 from cannikin.lab.mechanisms.mps import Mps
 from cannikin.lab.mechanisms.portable import Portable
@@ -50,6 +51,7 @@ MECHANISMS: dict[str, Mechanism] = {
     Portable.name: Portable(),
     Hosts.name: Hosts(),
     Mps.name: Mps(),
+    Gpu.name: Gpu(),
 }
 AUTO = "auto"  # in place of a name: the cluster decides
 
