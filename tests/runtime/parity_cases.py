@@ -31,6 +31,7 @@ from cannikin.runtime.parallel import HeteroDataParallel
 from cannikin.runtime.passes import epoch_order
 from cannikin.runtime.step import BatchEntry
 
+DEVICE = "cpu"  # tests on a GPU set it in the process of each rank
 NUM_STEPS = 20
 TOTALS = (16, 13, 24, 9, 20)
 WIDTH = 6
@@ -318,7 +319,7 @@ def regression(dtype: torch.dtype, length: int = 400) -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(length, WIDTH, generator=generator, dtype=torch.float64)
     y = torch.sin(x[:, :3] * x[:, 3:]) + 0.1 * torch.randn(length, 3, generator=generator, dtype=torch.float64)
-    return TensorDataset(x.to(dtype), y.to(dtype))
+    return TensorDataset(x.to(DEVICE, dtype), y.to(DEVICE, dtype))
 
 
 def sequences(dtype: torch.dtype, length: int = 400, longest: int = 5) -> TensorDataset:
@@ -327,7 +328,7 @@ def sequences(dtype: torch.dtype, length: int = 400, longest: int = 5) -> Tensor
     lengths = torch.randint(1, longest + 1, (length, 1), generator=generator)
     mask = torch.arange(longest) < lengths
     y = torch.cos(x[..., :3] + 0.1 * lengths[..., None])
-    return TensorDataset(x.to(dtype), y.to(dtype), mask.to(dtype))
+    return TensorDataset(*(tensor.to(DEVICE, dtype) for tensor in (x, y, mask)))
 
 
 def looking_ahead(batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -542,7 +543,7 @@ def fresh(net: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
     try:
-        return net().to(dtype)
+        return net().to(DEVICE, dtype)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -560,7 +561,7 @@ def worst_difference(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor
 
 
 def scaler_1024() -> Any:
-    return torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=8)
+    return torch.amp.GradScaler(DEVICE, init_scale=1024.0, growth_interval=8)
 
 
 TOKENS = {"loss": token_loss, "data": sequences}
@@ -719,13 +720,13 @@ def graphs(rank: int, world_size: int) -> list[list[str]]:
 
 def norms(rank: int, world_size: int) -> list[list[float]]:
     """Relative errors of the squared norms, this rank's and on rank 0 the whole batch's, at steps of many buckets."""
-    net = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(30))).double()
+    net = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(30))).double().to(DEVICE)
     reference = copy.deepcopy(net)
     model = HeteroDataParallel(net, sgd(net), bucket_cap_mb=0.0005)
     errors, sizes = [], [3, 9]
     for step in range(10):
         torch.manual_seed(step)
-        parts = torch.randn(12, 64, dtype=torch.float64).split(sizes)
+        parts = torch.randn(12, 64, dtype=torch.float64).to(DEVICE).split(sizes)
         squares = []
         for part in (parts[rank], torch.cat(parts)):
             reference.zero_grad()

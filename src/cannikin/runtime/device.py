@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import platform
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -116,6 +117,7 @@ class Cpu:
         return end - start
 
     def end_marker(self, group: Any) -> Callable[[], float]:
+        _known_carrier(group, self.torch_device)
         return self.mark
 
     def hold(self, tensor: torch.Tensor) -> None:
@@ -168,7 +170,7 @@ class Cuda:
 
     def end_marker(self, group: Any) -> Callable[[], Any]:
         """See `Device`; NCCL's continuation runs in the order of a stream, gloo's on a host thread of its own."""
-        return self.mark if carrier(group, self.torch_device) == "nccl" else time.perf_counter
+        return self.mark if _known_carrier(group, self.torch_device) == "nccl" else time.perf_counter
 
     def hold(self, tensor: torch.Tensor) -> None:
         """See `Device`; torch may run a continuation on a stream of its own."""
@@ -235,10 +237,28 @@ def kind_of(device: torch.device) -> type[Cpu] | type[Cuda]:
 def carrier(group: Any, device: torch.device) -> str:
     """Return the backend that carries this device's collectives over a group, whatever the group is called.
 
-    A group that was made without naming a backend has one for each kind of device.
+    A group that was made without naming a backend has one for each kind of device. One that torch did not make itself,
+    such as torchft's, is asked for its own name.
     """
-    backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+    try:
+        backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+    except (KeyError, ValueError):
+        return str(group._get_backend(device).name())
     return str(backends.get(device.type, "none"))
+
+
+def _known_carrier(group: Any, device: torch.device) -> str:
+    """Return who carries gradients, and say what is not known of times where it is neither gloo nor NCCL."""
+    name = carrier(group, device)
+    if name not in ("gloo", "nccl"):
+        warnings.warn(
+            f"gradients on {device.type!r} are summed by {name!r}, which cannikin has never been tried with: forward "
+            "and backward are measured as ever, but the end of a sum is read from the host's clock, so communication "
+            "times, and splits that rest on them, may be wrong; use nccl or gloo where you can",
+            RuntimeWarning,
+            stacklevel=6,
+        )
+    return name
 
 
 def _processor() -> str:

@@ -16,13 +16,6 @@ from cannikin.lab.cluster import DEFAULT_SAMPLE_S, LabCluster
 from cannikin.lab.mechanisms.mps import CONTROL, first_visible, start_daemon
 from cannikin.lab.run_folder import Agent, Layout, RankSettings, agent_command
 
-_NCCL = {
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_IB_DISABLE": "1",
-    # With fewer, a rank's kernels queue behind its own NCCL kernel that waits, and a fast rank looks slow.
-    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-}
-
 
 class Gpu:
     """GPUs of any speed, made of one."""
@@ -55,13 +48,24 @@ class Gpu:
                 spins=True,
                 environment={
                     "LOCAL_RANK": "0",
-                    "NCCL_HOSTID": f"cannikin-lab-{rank}",
                     "CANNIKIN_DEVICE": f"lab GPU of speed {device.speed:g}",
+                    **as_host(rank),
                 },
             )
             for rank, device in enumerate(cluster.devices())
         ]
-        return Layout(agents=[Agent(command=command, environment={**_NCCL, **visible})], ranks=ranks)
+        return Layout(agents=[Agent(command=command, environment=visible)], ranks=ranks)
+
+
+def as_host(rank: int) -> dict[str, str]:
+    """Return the environment in which NCCL takes a rank for a host of its own, and its kernels do not wait in line."""
+    return {
+        "NCCL_HOSTID": f"cannikin-lab-{rank}",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+        # With fewer, a rank's kernels queue behind its own NCCL kernel that waits, and a fast rank looks slow.
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    }
 
 
 def _has_mps() -> bool:

@@ -1,0 +1,136 @@
+"""What ranks that share one GPU run over NCCL, or over gloo to compare; `begin` makes their group as scripts do."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import parity_cases
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from cannikin import HeteroDataLoader, HeteroDataParallel
+from cannikin.lab.cluster import LabDevice
+from cannikin.lab.mechanisms.gpu import as_host
+from cannikin.lab.spin import SpinPace
+from cannikin.lab.throttle import Throttle
+from cannikin.runtime.device import carrier
+
+FORMS: dict[str, dict[str, Any]] = {
+    "nothing named": {},
+    "nccl": {"backend": "nccl"},
+    "both": {"backend": "cpu:gloo,cuda:nccl"},
+    "eager": {"device_id": torch.device("cuda:0")},
+    "gloo": {"backend": "gloo"},
+}
+SAMPLE_S, FIXED_S, FORWARD_SHARE = 4e-4, 2e-3, 0.4
+NUM_LAYERS, WIDTH = 12, 1024
+
+
+def begin(rank: int, world_size: int, folder: str, mps: dict[str, str], form: str) -> None:
+    """Make the default process group in one of the forms in which scripts do, instead of the harness's."""
+    dist.destroy_process_group()
+    os.environ.update({**as_host(rank), **mps})
+    torch.cuda.set_device(0)
+    store = dist.FileStore(os.path.join(folder, "store"), world_size)
+    limit = timedelta(seconds=60)
+    dist.init_process_group(store=store, rank=rank, world_size=world_size, timeout=limit, **FORMS[form])
+
+
+def run_cases(rank: int, world_size: int, folder: str, mps: dict[str, str], form: str, names: list[str]) -> Any:
+    """Run parity cases on the GPU."""
+    begin(rank, world_size, folder, mps, form)
+    parity_cases.DEVICE = "cuda"
+    return parity_cases.run_cases(rank, world_size, names)
+
+
+def carriers(rank: int, world_size: int, folder: str, mps: dict[str, str], form: str) -> list[str]:
+    """Return who carries CUDA tensors over the default group, over a new group and over a mesh's."""
+    begin(rank, world_size, folder, mps, form)
+    mesh = dist.device_mesh.init_device_mesh("cuda", (world_size,))
+    groups = [dist.group.WORLD, dist.new_group(list(range(world_size))), mesh.get_group()]
+    return [carrier(group, torch.device("cuda")) for group in groups]
+
+
+class Numbers(torch.utils.data.Dataset):
+    """Sample numbers, as many as asked for."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return indices
+
+
+def layers() -> nn.Sequential:
+    """Layers of one size, so that spinning is shared out over buckets in a way that is known."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS))).cuda()
+
+
+def learned(
+    rank: int, world_size: int, folder: str, mps: dict[str, str], form: str, speeds: tuple[float, ...], steps: int
+) -> dict[str, Any] | None:
+    """Train on devices of known times; return what rank 0 has learned of them, and the truth, by name."""
+    begin(rank, world_size, folder, mps, form)
+    device = LabDevice(speed=speeds[rank], sample_s=SAMPLE_S, fixed_s=FIXED_S, forward_share=FORWARD_SHARE)
+    throttle = Throttle(device, make_pace=SpinPace)
+    throttle.install()
+    net = layers()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
+    model = HeteroDataParallel(net, optimizer, bucket_cap_mb=16)
+    total = 32 * world_size
+    loader = HeteroDataLoader(Numbers(total * steps), model=model, batch_size=total, collate_fn=len)
+    inputs = torch.randn(total, WIDTH, device="cuda")
+    plans = []
+    for step, size in enumerate(loader):
+        if step == steps // 2:
+            torch.cuda.set_sync_debug_mode("error")  # from here on nothing may wait for the device
+        optimizer.zero_grad()
+        model(inputs[:size]).square().mean().backward()
+        optimizer.step()
+        plans.append(model.plan.local_batches)
+    torch.cuda.set_sync_debug_mode("default")
+    throttle.remove()
+    sizes = model.engine.loop._reducer.bucket_bytes
+    alone_s = _all_reduce_seconds(sizes, rounds=40)
+    if rank != 0:
+        return None
+    cluster = model.engine.coordinator.planner.model().cluster
+    batches = np.array(plans[-1])
+    seconds = FIXED_S + SAMPLE_S * batches / np.array(speeds)
+    num_layers = np.round(np.cumsum(sizes) / (4 * WIDTH * (WIDTH + 1)))
+    shares = np.broadcast_to(num_layers / NUM_LAYERS, cluster.gammas.shape)
+    return {
+        "plans": [plan for plan, before in zip(plans, [None, *plans], strict=False) if plan != before],
+        "at_30": plans[30],
+        "forward": (cluster.forward.at(batches).tolist(), (FORWARD_SHARE * seconds).tolist()),
+        "backward": (cluster.backward.at(batches).tolist(), ((1 - FORWARD_SHARE) * seconds).tolist()),
+        "overlap": (cluster.gammas.ravel().tolist(), shares.ravel().tolist()),
+        "communication": ((-np.diff(cluster.tails_s, append=0.0)).tolist(), alone_s),
+    }
+
+
+def _all_reduce_seconds(sizes: list[int], rounds: int) -> list[float]:
+    """Return the median time of an all-reduce of each size: of the rank that came last, which waited for none."""
+    taken = np.zeros((rounds, len(sizes)))
+    buffers = [torch.zeros(size // 4, device="cuda") for size in sizes]
+    for r, (k, buffer) in itertools.product(range(rounds), enumerate(buffers)):
+        dist.all_reduce(buffers[0][:1])
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        dist.all_reduce(buffer)
+        torch.cuda.synchronize()
+        taken[r, k] = time.perf_counter() - start
+    least = torch.from_numpy(taken).cuda()
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    medians: list[float] = least.median(dim=0).values.tolist()
+    return medians
