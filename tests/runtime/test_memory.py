@@ -14,7 +14,7 @@ from ranks import run_ranks
 from told import Raised, run_cases, values
 
 from cannikin.core.values import NO_MAX
-from cannikin.runtime.device import MemoryGauge, is_out_of_memory, largest_batch
+from cannikin.runtime.memory import MemoryGauge, is_out_of_memory, largest_batch
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

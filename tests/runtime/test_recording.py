@@ -16,7 +16,8 @@ from ranks import run_ranks
 from recording_cases import NO_NUMBERS
 from told import run_cases, values
 
-from cannikin.core.values import Job
+from cannikin.core.planner import Decision
+from cannikin.core.values import Job, Plan
 from cannikin.runlog import EventRecord, Header, PlanRecord, RankInfo, WindowRecord, read_runlog
 from cannikin.runtime.recorder import Recorder
 
@@ -315,3 +316,30 @@ def test_the_new_log_is_begun_also_where_warnings_are_errors(tmp_path):
             recorder.start()
     recorder.end(7)
     assert [event.step for event in read_runlog(tmp_path).events] == [7]
+
+
+# The plan to begin with
+
+
+@pytest.mark.parametrize(
+    ("batches", "resumed", "told"), [((6, 2), False, True), ((4, 4), False, False), ((6, 2), True, False)]
+)
+def test_a_first_split_that_is_not_even_is_in_the_log_with_its_reason(tmp_path, batches, resumed, told):
+    recorder = Recorder([], tmp_path, active=True)
+    first = Decision(plan=Plan(first_step=0, total_batch=8, local_batches=batches, reason="by data sheets"))
+    recorder.begin(Job(num_ranks=2, batch_size=8), "cannikin", torch.nn.Linear(1, 1), [RankInfo()] * 2, first)
+    if resumed:  # the saved state has a plan of its own
+        recorder.resume(40)
+    recorder.end(0)
+    plans = read_runlog(tmp_path).plans
+    assert [(plan.first_step, plan.local_batches, plan.reason) for plan in plans] == [
+        (0, batches, "by data sheets") for _ in range(told)
+    ]
+
+
+def test_what_devices_say_of_themselves_is_read_back_and_may_be_missing(tmp_path):
+    ranks = [RankInfo(device="GPU", capability=(9, 0), num_multiprocessors=132, clock_mhz=1980.0), RankInfo()]
+    recorder = Recorder([], tmp_path, active=True)
+    recorder.begin(Job(num_ranks=2, batch_size=8), "cannikin", torch.nn.Linear(1, 1), ranks)
+    recorder.end(0)
+    assert read_runlog(tmp_path).header.ranks == tuple(ranks)

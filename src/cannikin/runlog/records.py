@@ -28,12 +28,20 @@ class JobInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a rank runs; `name` is for people, such as the node's name in a cluster file."""
+    """Where a rank runs; `name` is for people, such as the node's name in a cluster file.
+
+    What a device says of itself is None where it does not: `memory_bytes` is its size, `memory_limit_bytes` what the
+    rank's process might take of it when training began, `capability` NVIDIA's compute capability, such as (9, 0).
+    """
 
     name: str = ""
     host: str = ""
     device: str = ""
     memory_bytes: int | None = None
+    memory_limit_bytes: int | None = None
+    capability: tuple[int, int] | None = None
+    num_multiprocessors: int | None = None
+    clock_mhz: float | None = None
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):

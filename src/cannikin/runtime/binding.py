@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from cannikin.core import policies
 from cannikin.core.planner import DevicePlanner, Planner
+from cannikin.core.policies.cannikin import Controller
+from cannikin.core.prior import DataSheet
 from cannikin.core.values import Job
 from cannikin.errors import InvalidInputError, StateError
+from cannikin.runlog import RankInfo
 from cannikin.runtime.loop import Loop
 from cannikin.runtime.profile_store import ProfileStore
 from cannikin.runtime.wire import Exchange
+
+# Copies of the trainable parameters that a step keeps beside them: gradients, DDP's buckets, and an optimizer's state.
+_COPIES = 3
 
 
 def policy_name(policy: str | Planner) -> str:
@@ -44,6 +51,20 @@ def check_owner(optimizer: torch.optim.Optimizer, loop: Loop) -> None:
         )
 
 
+def data_sheets(ranks: Sequence[RankInfo], module: torch.nn.Module) -> list[DataSheet]:
+    """Return what is known of each rank's device before anything has run, with the room that this model leaves."""
+    taken = sum(p.nbytes * (1 + _COPIES * p.requires_grad) for p in module.parameters())
+    return [
+        DataSheet(
+            capability=rank.capability,
+            num_multiprocessors=rank.num_multiprocessors,
+            clock_mhz=rank.clock_mhz,
+            room_bytes=None if rank.memory_limit_bytes is None else rank.memory_limit_bytes - taken,
+        )
+        for rank in ranks
+    ]
+
+
 def make_planner(
     policy: str | Planner,
     job: Job,
@@ -51,8 +72,9 @@ def make_planner(
     restored: dict[str, Any] | None,
     store: ProfileStore | None,
     devices: list[str],
+    sheets: list[DataSheet],
 ) -> Planner:
-    """Make the planner, with what a saved state or else stored profiles know.
+    """Make the planner, with what a saved state, else stored profiles, else the devices' data sheets know.
 
     `store` is None on ranks other than 0, and where the user keeps no profiles; `devices` has a name per rank.
     """
@@ -67,4 +89,6 @@ def make_planner(
             planner.start_from(store.load(devices))
         except StateError as error:  # not worth a run: the ranks are learned afresh
             warnings.warn(f"stored profiles are left out: {error}", RuntimeWarning, stacklevel=5)
+    if isinstance(planner, Controller):
+        planner.start_by(sheets)
     return planner

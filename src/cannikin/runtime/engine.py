@@ -18,7 +18,7 @@ from cannikin.core.cutting import whole_number
 from cannikin.core.lr import rule_name
 from cannikin.core.values import Job, Plan
 from cannikin.errors import BatchMatchError, InvalidInputError, StateError
-from cannikin.runtime.binding import check_agreement, check_owner, make_planner, policy_name
+from cannikin.runtime.binding import check_agreement, check_owner, data_sheets, make_planner, policy_name
 from cannikin.runtime.coordinator import Coordinator, Unplanned
 from cannikin.runtime.device import find_device
 from cannikin.runtime.hook import DdpReducer
@@ -111,7 +111,8 @@ class Engine:
         check_agreement(self._exchange, job, **settings, **choices)
         ranks = introduce(self._exchange, self.device)
         devices = [rank.device for rank in ranks]
-        planner = make_planner(self.policy, job, self.has_batch_norm, self._restored, self._store, devices)
+        sheets = data_sheets(ranks, self._ddp.module)
+        planner = make_planner(self.policy, job, self.has_batch_norm, self._restored, self._store, devices, sheets)
         coordinator = Coordinator(self._exchange, self.device, job, planner, prefetch_depth=source.prefetch_depth)
         coordinator.agree()
         self._source = source
@@ -120,7 +121,7 @@ class Engine:
             self._reducer.compare_with_previous()
         if self._store is not None:
             self._store.devices, self.loop.store = devices, self._store
-        self._recorder.begin(job, policy, self._ddp.module, ranks)
+        self._recorder.begin(job, policy, self._ddp.module, ranks, coordinator.schedule.decision)
         return self.loop
 
     # Batches of the user's own.

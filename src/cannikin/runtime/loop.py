@@ -25,8 +25,9 @@ from cannikin.core.schedule import takes_norms
 from cannikin.core.values import Plan
 from cannikin.errors import BatchMatchError, InvalidInputError
 from cannikin.runtime.coordinator import Coordinator, Happened, Unplanned
-from cannikin.runtime.device import Device, MemoryGauge
+from cannikin.runtime.device import Device
 from cannikin.runtime.hook import Reducer
+from cannikin.runtime.memory import MemoryGauge
 from cannikin.runtime.profile_store import ProfileStore
 from cannikin.runtime.recorder import Recorder
 from cannikin.runtime.step import BatchEntry, BatchQueue, Part, StepInProgress, check_size

@@ -13,6 +13,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from cannikin.core.planner import DevicePlanner
@@ -29,9 +30,15 @@ def introduce(exchange: Exchange, device: Device) -> list[RankInfo]:
 
     CANNIKIN_DEVICE in the environment overrides a device's name.
     """
-    name = os.environ.get("CANNIKIN_DEVICE") or device.name
-    mine = {"host": socket.gethostname(), "device": name, "memory_bytes": device.memory_bytes}
-    return [RankInfo(**json.loads(text)) for text in exchange.gather_text(json.dumps(mine))]
+    mine = RankInfo(
+        host=socket.gethostname(),
+        device=os.environ.get("CANNIKIN_DEVICE") or device.name,
+        memory_bytes=device.memory_bytes,
+        memory_limit_bytes=None if device.memory is None else device.memory.limit(),
+        **device.data_sheet(),
+    )
+    texts = exchange.gather_text(msgspec.json.encode(mine).decode())
+    return [msgspec.json.decode(text, type=RankInfo) for text in texts]
 
 
 def model_key(module: torch.nn.Module, *, scaled: bool) -> str:

@@ -26,15 +26,17 @@ from cannikin.runlog import (
     Header,
     ModelInfo,
     Observer,
+    PlanRecord,
     RankInfo,
     Record,
     RunLogWriter,
     WindowRecord,
     decision_records,
     job_info,
+    plan_record,
 )
 from cannikin.runlog.writer import set_aside
-from cannikin.runtime.device import MemoryGauge
+from cannikin.runtime.memory import MemoryGauge
 from cannikin.runtime.step import BatchQueue
 from cannikin.runtime.wire import Gathered
 
@@ -54,6 +56,7 @@ class Recorder:
             self._log = RunLogWriter(Path(run_dir) / RUNLOG_NAME, append=True)
             self._observers.append(self._log)
         self._header: Header | None = None
+        self._first_plan: PlanRecord | None = None
         self._waiting: list[Record] | None = []  # for the start
         self._first_step: int | None = None  # of a run that goes on from a saved state: steps taken before
         self._num_lost = 0  # steps so far whose gradient was not finite
@@ -69,10 +72,19 @@ class Recorder:
     def _elapsed_ms(self) -> float:
         return round((time.perf_counter() - self._start_s) * 1e3, 3)
 
-    def begin(self, job: Job, policy: str, module: torch.nn.Module, ranks: Sequence[RankInfo]) -> None:
-        """Say what runs, on what."""
+    def begin(
+        self,
+        job: Job,
+        policy: str,
+        module: torch.nn.Module,
+        ranks: Sequence[RankInfo],
+        first: Decision | None = None,
+    ) -> None:
+        """Say what runs, on what, and where `first`, the decision to begin with, is no even split, why."""
         if not self._observers:
             return
+        if first is not None and max(first.plan.local_batches) - min(first.plan.local_batches) > 1:
+            self._first_plan = plan_record(first, 0, elapsed_ms=0.0)
         parameters = list(module.parameters())
         self._header = Header(
             cannikin_version=__version__,
@@ -103,6 +115,8 @@ class Recorder:
         if self._log is not None and self._log.holds_earlier_run and self._first_step is None:
             news = self._begin_anew(self._log)
         waiting, self._waiting = self._waiting, None
+        if self._first_plan is not None and self._first_step is None:  # else the saved state's plan is in force
+            waiting.insert(0, self._first_plan)
         for record in (self._header, *waiting):
             self._write(record)
         if news:  # last of all: a program may turn warnings into errors

@@ -1,13 +1,15 @@
 """cannikin's own planner: in every window it learns, splits and chooses the total batch (paper, section 4).
 
-The first window runs an even split, the second a guess that shows ranks another batch size, and later ones OptPerf of
-the model learned so far. A new split must promise a gain that exceeds the noise of measurements, or the old one stays:
-equal ranks stay even, and loaders, compilers and the noise estimate are not disturbed for nothing.
+The first window runs an even split, or one by the devices' data sheets where these differ; the second a guess that
+shows ranks another batch size, and later ones OptPerf of the model learned so far. A new split must promise a gain that
+exceeds the noise of measurements, or the old one stays: equal ranks stay even, and loaders, compilers and the noise
+estimate are not disturbed for nothing.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,9 +21,10 @@ from cannikin.core.noise.tracker import NoiseTracker
 from cannikin.core.perf import Cluster, step_time
 from cannikin.core.planner import Decision, SpeedChange
 from cannikin.core.policies import plans
+from cannikin.core.prior import DataSheet, first_shares
 from cannikin.core.profiles import load_profiles, save_profiles
 from cannikin.core.split import SplitSolver
-from cannikin.core.values import Job, Split, StepWindow
+from cannikin.core.values import Job, Plan, Split, StepWindow
 from cannikin.errors import InvalidInputError, StateError
 
 # Times are extrapolated only so far from what was measured:
@@ -45,8 +48,9 @@ class Controller:
         self._job = job
         self._learner = Learner(job.num_ranks)
         self._noise = NoiseTracker(initial_batch=job.batch_size, batch_norm=batch_norm)
-        even = plans.even_batches(job, job.batch_size)
-        self._plan = plans.make_plan(0, even, reason="nothing measured yet: even split")
+        self._sheets: Sequence[DataSheet] = ()  # of the ranks' devices, where they are known
+        self._plan = self._first_plan(job.batch_size, "nothing measured yet: even split")
+        # The first split is "even" though data sheets may say otherwise: each rank has run one size.
         self._phase = "even"  # "guess" while the second window's split is tried, "optperf" from then on
         self._excess = 0.0  # log of measured over modelled step time: jitter makes the slowest of n slower
         self._last_change: int | None = None  # step at which a rank was last seen to change its speed
@@ -96,6 +100,23 @@ class Controller:
             self._plan = replace(self._plan, reason=f"even split: the stored profiles end early, {split.reason}")
             return
         self._settle(0, model.cluster, self._job, split, [f"from stored profiles of all {len(known)} ranks"])
+
+    def start_by(self, sheets: Sequence[DataSheet]) -> None:
+        """Begin with a split by the devices' data sheets, one per rank, unless a state or profiles say more of them."""
+        self._sheets = sheets
+        if self.model().cluster is None:
+            self._plan = self._first_plan(self._plan.total_batch, self._plan.reason)
+
+    def _first_plan(self, total_batch: int, reason: str) -> Plan:
+        """Return the plan of ranks that have not been measured: by their data sheets, else even for this reason."""
+        job, shares = self._job, first_shares(self._sheets)
+        low, high = job.bounds
+        if shares is None or (low == high).all():
+            return plans.make_plan(0, plans.even_batches(job, total_batch), reason=reason)
+        batches = plans.inverse_batches(job, total_batch, 1.0 / shares)
+        told = ", ".join(f"{share:.0%}" for share in shares.tolist())
+        reason = f"first split by the devices' data sheets, speed as far as memory allows: {told} of the samples"
+        return plans.make_plan(0, batches, reason=reason)
 
     def split_for(self, total_batch: int) -> Split | None:
         """Return the best split of another total batch by what has been learned so far; None while nothing has."""
@@ -240,7 +261,7 @@ class Controller:
             if num_saved != job.num_ranks:
                 total = min(max(int(state["plan"]["total_batch"]), job.batch_size), job.largest_total)
                 reason = f"resumed with {job.num_ranks} ranks after {num_saved}: even split of the same total batch"
-                self._plan, self._phase = plans.make_plan(0, plans.even_batches(job, total), reason=reason), "even"
+                self._plan, self._phase = self._first_plan(total, reason), "even"
                 return
             self._learner.load_state_dict(state["learner"])
             self._plan = plans.load_plan(state["plan"], job)

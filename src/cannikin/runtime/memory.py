@@ -1,0 +1,97 @@
+"""How large a local batch a rank's memory holds, and what to tell someone whose rank has run out of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from cannikin.core.values import NO_MAX
+from cannikin.runtime.device import Memory
+
+_HEADROOM = 0.9  # of the memory there is: fragments, libraries' workspaces and the unforeseen need the rest
+_FIRST_STEPS = 2  # before the optimizer has its state, a step needs less than it will
+
+
+def largest_batch(batches: list[int], peaks: list[int], limit: int) -> int:
+    """Return the largest batch within the limit, by a line through peak memory against local batch.
+
+    No samples are a point too. It is never less than the largest batch seen, for that one went through.
+
+    Example:
+        >>> largest_batch([0, 32, 64], [1000, 4200, 7400], 20_000)
+        170
+        >>> largest_batch([0, 32, 64], [1000, 4200, 7400], 5000)
+        64
+    """
+    if len(set(batches)) < 2:
+        return NO_MAX
+    slope, base = np.polyfit(batches, peaks, 1).tolist()
+    if slope <= 0:
+        return NO_MAX
+    return max(int(round((_HEADROOM * limit - base) / slope, 6)), max(batches))  # 169.999999999 is 170
+
+
+class MemoryGauge:
+    """Learns from peak memory how large a local batch may become, and says what to do when one was too large.
+
+    Peak memory is read on the few steps whose local batch is larger than any before, so steady training pays nothing,
+    and nobody's statistics are reset. `memory` is None where there is nothing to read.
+    """
+
+    def __init__(self, memory: Memory | None) -> None:
+        self.max_batch = NO_MAX
+        self.in_hand: int | None = None  # samples that go through the network at once in the step in training
+        self.largest = 0  # the largest local batch that a step was finished with
+        self._memory = memory
+        self._num_steps = 0
+        self._points: list[tuple[int, int]] = []
+        self._before: tuple[int, int] | None = None  # allocated and peak before the step in hand
+
+    def begin_step(self, local_batch: int) -> None:
+        """Take note that a step with this local batch is about to begin."""
+        self.in_hand = local_batch
+        self._num_steps += 1
+        self._before = None
+        if self._memory is not None and self._num_steps > _FIRST_STEPS and local_batch > self.largest:
+            self._before = self._memory.allocated(), self._memory.peak()
+
+    def end_step(self, local_batch: int) -> None:
+        """Take note that the step went through."""
+        self.in_hand = None
+        if self._num_steps > _FIRST_STEPS or self._memory is None:
+            self.largest = max(self.largest, local_batch)
+        if self._memory is None or self._before is None:
+            return
+        (allocated, peak_before), self._before = self._before, None
+        peak = self._memory.peak()
+        if peak > peak_before:  # else something other than this step needed more
+            self._points = [*(self._points or [(0, allocated)]), (local_batch, peak)]
+            batches, peaks = (list(column) for column in zip(*self._points, strict=True))
+            self.max_batch = largest_batch(batches, peaks, self._memory.limit())
+
+    def advice(self, rank: int, local_batch: int) -> str:
+        """Return what to tell someone whose rank has run out of memory with this local batch."""
+        fits = f"the largest that went through is {self.largest}" if self.largest else "none has gone through yet"
+        bound = self.largest if 0 < self.largest < local_batch else max(1, local_batch // 2)
+        return (
+            f"cannikin: rank {rank} ran out of memory with a local batch of {local_batch} ({fits}). Bound it: "
+            f"HeteroDataLoader(..., local_bounds=(1, {bound})), or one pair per rank; or cut the batch with "
+            "model.micro_batches(batch)"
+        )
+
+    def explain(self, error: BaseException, rank: int) -> str | None:
+        """Add the advice to an error of a training step that ran out of memory; return it unless it was there."""
+        if self.in_hand is None or not is_out_of_memory(error):
+            return None
+        advice = self.advice(rank, self.in_hand)
+        if advice in getattr(error, "__notes__", ()):
+            return None
+        error.add_note(advice)
+        return advice
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that there was not enough memory, on a GPU or on the host."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
