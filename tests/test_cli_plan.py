@@ -74,10 +74,11 @@ def refusal(*args: object) -> str:
 
 def test_json_is_one_object_with_exactly_the_agreed_keys(write):
     got = report(write(PAIR), "--batch", 12)
-    numbers = {key: got.pop(key) for key in ("step_ms", "even_step_ms", "speedup_over_even")}
+    numbers = {key: got.pop(key) for key in ("step_ms", "even_step_ms", "speedup_over_even", "use", "even_use")}
     fewer = {"faster_without": None}
     assert got == {"total_batch": 12, "local_batches": [8, 4], "bottlenecks": ["compute", "compute"], **fewer}
-    assert numbers == pytest.approx({"step_ms": 7.0, "even_step_ms": 9.0, "speedup_over_even": 9 / 7}, rel=1e-15)
+    wanted = {"step_ms": 7.0, "even_step_ms": 9.0, "speedup_over_even": 9 / 7, "use": 6 / 7, "even_use": 6 / 9}
+    assert numbers == pytest.approx(wanted, rel=1e-15)  # alone, each rank takes 6 ms
 
 
 def test_json_expands_counts_in_node_order_and_agrees_with_the_library():
@@ -97,6 +98,7 @@ def test_an_even_split_that_breaks_a_bound_is_null(write, batch, why):
     got = report(write(BOUNDED), "--batch", batch)
     assert got["even_step_ms"] is None, why
     assert got["speedup_over_even"] is None
+    assert got["even_use"] is None
 
 
 @pytest.mark.parametrize("batch", [4, 5, 6, 7, 1001])
@@ -238,6 +240,7 @@ def test_the_example_reads_well_in_eighty_columns():
         "step time   73.08 ms",
         "even split  84.55 ms, with 64 samples per rank",
         "speed-up    1.16x over the even split",
+        "use         55% of what the hardware can do; DDP would use 48%",
         "faster without the 4 ranks of v100: 43.22 ms per step, 40.9% less",
     ):
         assert words in text
@@ -261,6 +264,10 @@ def test_a_hundred_equal_ranks_are_one_or_two_rows(write):
     assert "0-49    gpu x50" in text
     assert "50-99   gpu x50" in text
     assert len(text.splitlines()) < 15
+
+
+def test_equal_ranks_use_as_much_as_ddp_would(write):
+    assert "can do; DDP would use as much" in output(write(COMM + node(0.5, count=4)), "--batch", 64)
 
 
 def test_two_thousand_unbounded_ranks_are_solved(write):
@@ -291,6 +298,7 @@ def test_an_impossible_even_split_is_said_in_words(write):
     text = output(write(BOUNDED), "--batch", 17)
     assert "not possible: 8 or 9 samples per rank" in text
     assert "speed-up" not in text
+    assert "of what the hardware can do; DDP's even split does not fit" in text
 
 
 def test_names_are_printed_as_they_are(write):

@@ -56,6 +56,22 @@ def percent(share: float) -> str:
     return f"{share:.1%}" if abs(share) < 0.1 else f"{share:.0%}"
 
 
+def use(share: float, even_speed: float | None = None) -> str:
+    """Return how much of what the hardware can do is used, and what DDP would use with its even split.
+
+    >>> use(0.94, 0.55), use(0.94, 1.0), use(0.94, 0.0)[33:], use(0.94)
+    ('94% of what the hardware can do; DDP would use 52%', '94% of what the hardware can do; DDP would use as much', \
+"DDP's even split does not fit", '94% of what the hardware can do')
+    """
+    said = f"{percent(share)} of what the hardware can do"
+    if even_speed is None:
+        return said
+    if even_speed == 0:
+        return f"{said}; DDP's even split does not fit"
+    even = percent(share * even_speed)
+    return f"{said}; DDP would use {'as much' if even == percent(share) else even}"
+
+
 def count(number: int) -> str:
     """Return how many, for a sentence.
 

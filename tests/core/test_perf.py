@@ -7,9 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from clusters import KINDS, draw_cluster, rng_of
+from clusters import KINDS, clusters, clusters_with_total, draw_cluster, rng_of
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
-from cannikin.core.perf import Cluster, Curve, step_time
+from cannikin.core.perf import Cluster, Curve, even_speed, even_step_time, hardware_use, step_time
+from cannikin.core.split import optimal_split
 from cannikin.errors import InvalidInputError
 
 
@@ -156,3 +159,65 @@ def test_a_cluster_says_what_is_wrong_with_it(options: dict[str, Any], words: st
 def test_step_time_wants_one_batch_a_rank() -> None:
     with pytest.raises(InvalidInputError, match="2 local batches for 3 ranks"):
         step_time(trio(), [1, 2])
+
+
+# Use of the hardware
+
+
+def compute_s(cluster: Cluster, local_batches: Any) -> np.ndarray:
+    return cluster.forward.at(local_batches) + cluster.backward.at(local_batches)
+
+
+@given(clusters(), st.data())
+def test_a_step_uses_more_than_nothing_and_at_most_all_of_the_hardware(cluster: Cluster, data: st.DataObject) -> None:
+    batches = data.draw(st.lists(st.integers(1, 50), min_size=cluster.num_ranks, max_size=cluster.num_ranks))
+    alone_s = compute_s(cluster, batches)
+    assume((alone_s > 0).all())
+    assert 0 < hardware_use(batches, alone_s, step_time(cluster, batches)) <= 1 + 1e-12
+
+
+@given(clusters(max_ranks=1), st.integers(1, 50))
+def test_one_rank_without_communication_uses_all_of_its_device(cluster: Cluster, batch: int) -> None:
+    alone = Cluster(forward=cluster.forward, backward=cluster.backward, gammas=[1.0], tails_s=[0.0])
+    assume(step_time(alone, [batch]) > 0)
+    assert hardware_use([batch], compute_s(alone, [batch]), step_time(alone, [batch])) == pytest.approx(1.0, rel=1e-12)
+
+
+@given(clusters_with_total())
+def test_ddp_never_uses_more_than_the_best_split(instance: tuple[Cluster, int]) -> None:
+    cluster, total = instance
+    best = optimal_split(cluster, total)
+    assume(best.step_s > 0)
+    assert 0 <= even_speed(cluster, best.local_batches) <= 1 + 1e-12
+
+
+def test_what_ddp_would_use_is_its_throughput_over_what_the_devices_would_do_at_the_plans_batches() -> None:
+    rng = rng_of("buckets", 3)
+    cluster = draw_cluster(rng, "buckets", 5)
+    best = np.array([20, 3, 8, 9, 14])
+    free = Cluster(forward=cluster.forward, backward=cluster.backward, gammas=cluster.gammas, tails_s=cluster.tails_s)
+    alone_s = compute_s(free, best)
+    even_s = step_time(free, [11, 11, 11, 11, 10])
+    assert even_step_time(free, 54) == even_s
+    ours = hardware_use(best, alone_s, step_time(free, best))
+    assert ours == pytest.approx(54 / step_time(free, best) / (best / alone_s).sum())
+    assert ours * even_speed(free, best) == pytest.approx(54 / even_s / (best / alone_s).sum())
+
+
+@pytest.mark.parametrize(("low", "high"), [((1, 1), (60, 8)), ((1, 11), (60, 60))])
+def test_an_even_split_that_breaks_a_bound_takes_for_ever_and_has_no_speed(
+    low: tuple[int, ...], high: tuple[int, ...]
+) -> None:
+    curve = Curve(fixed_s=[1.0, 1.0], per_sample_s=[1.0, 1.0])
+    cluster = Cluster(forward=curve, backward=curve, gammas=[1.0], tails_s=[0.0], min_batch=low, max_batch=high)
+    assert even_step_time(cluster, 20) == np.inf
+    assert even_speed(cluster, [12, 8]) == 0
+
+
+def test_use_of_many_steps_at_once_leaves_out_ranks_without_samples_and_keeps_what_is_not_known() -> None:
+    batches = [[8, 4], [8, 0], [8, 4]]
+    alone_s = [[4.0, 4.0], [4.0, np.nan], [4.0, np.nan]]
+    step_s = [[8.0, 5.0], [8.0, np.nan], [8.0, np.nan]]  # as every rank sees it
+    uses = hardware_use(batches, alone_s, step_s)
+    assert uses[:2].tolist() == pytest.approx([12 / (8 * 2 + 4 * 1.25), 0.5])
+    assert np.isnan(uses[2])

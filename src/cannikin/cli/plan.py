@@ -21,7 +21,6 @@ from pathlib import Path
 
 import click
 import msgspec
-import numpy as np
 from rich import box
 from rich.console import RenderableType
 from rich.padding import Padding
@@ -32,10 +31,9 @@ from cannikin import words
 from cannikin.cli.printing import measured, say
 from cannikin.cluster_file import MAX_BATCH, load_cluster
 from cannikin.core.goodput import efficiency, total_grid
-from cannikin.core.perf import Cluster, step_time
-from cannikin.core.policies.plans import even_batches
+from cannikin.core.perf import Cluster, even_step_time, hardware_use, step_time
 from cannikin.core.split import SplitSolver, alike, fewer_ranks
-from cannikin.core.values import Job, Split
+from cannikin.core.values import Split
 from cannikin.errors import InvalidInputError
 from cannikin.toml_files import naming
 
@@ -66,7 +64,10 @@ class Fewer(msgspec.Struct, frozen=True):
 
 
 class Planned(msgspec.Struct, frozen=True):
-    """The answer for one total batch; the even split has no time where it breaks a bound."""
+    """The answer for one total batch; the even split has no time where it breaks a bound.
+
+    `use` is the throughput over the sum of what the devices would do alone, `even_use` the even split's over the same.
+    """
 
     total_batch: int
     step_ms: float
@@ -74,6 +75,8 @@ class Planned(msgspec.Struct, frozen=True):
     bottlenecks: tuple[str, ...]
     even_step_ms: float | None
     speedup_over_even: float | None
+    use: float
+    even_use: float | None
     faster_without: Fewer | None
 
 
@@ -203,16 +206,19 @@ def _ranks_of(cluster: Cluster, name: str) -> list[int]:
 
 def _plan(cluster: Cluster, total_batch: int) -> Planned:
     split = _solve(SplitSolver(cluster), total_batch)
-    even = np.array(even_batches(Job(num_ranks=cluster.num_ranks, batch_size=total_batch), total_batch))
-    breaks_a_bound = (even < cluster.min_batch).any() or (even > cluster.max_batch).any()
-    even_s = None if breaks_a_bound else step_time(cluster, even)
+    compute_s = cluster.forward.at(split.local_batches) + cluster.backward.at(split.local_batches)
+    use = float(hardware_use(split.local_batches, compute_s, split.step_s))
+    even_s = even_step_time(cluster, total_batch)
+    fits = even_s < math.inf
     return Planned(
         total_batch=total_batch,
         step_ms=split.step_s * 1000,
         local_batches=split.local_batches,
         bottlenecks=split.bottlenecks,
-        even_step_ms=None if even_s is None else even_s * 1000,
-        speedup_over_even=None if even_s is None else even_s / split.step_s,
+        even_step_ms=even_s * 1000 if fits else None,
+        speedup_over_even=even_s / split.step_s if fits else None,
+        use=use,
+        even_use=use * split.step_s / even_s if fits else None,
         faster_without=_fewer(cluster, total_batch, split.step_s * 1000),
     )
 
@@ -300,6 +306,7 @@ def _print_split(heading: str, cluster: Cluster, plan: Planned) -> None:
     else:
         summary.add_row("even split", f"{_ms(plan.even_step_ms)}, with {each}")
         summary.add_row("speed-up", Text(f"{plan.speedup_over_even:.2f}x over the even split", style="bold green"))
+    summary.add_row("use", words.use(plan.use, plan.step_ms / (plan.even_step_ms or math.inf)))
     _say(
         f"{heading}: total batch {plan.total_batch:,} on {words.counted(cluster.num_ranks, 'rank')}",
         _table(headers, rows, left=("rank", "node", "bottleneck")),

@@ -263,3 +263,62 @@ def step_time(cluster: Cluster, local_batches: npt.ArrayLike) -> float:
     if not np.isfinite(batches).all():
         raise InvalidInputError(f"local_batches={batches.tolist()}: must be finite")
     return float(cluster.finish_s(batches).max())
+
+
+# How much of the hardware a step uses.
+
+
+def hardware_use(local_batches: npt.ArrayLike, compute_s: npt.ArrayLike, step_s: npt.ArrayLike) -> FloatArray:
+    """Return the throughput of a step over the sum of what every device would do alone at its batch, 0 to 1.
+
+        use = (B / T) / sum over i of  b_i / (a_i(b_i) + P_i(b_i))
+
+    What is missing from 1 is communication that no computing hides, and waiting for slower ranks and for data. All
+    arrays may have more axes in front; a rank without samples adds nothing, and what is not known (NaN) stays so.
+
+    Args:
+        local_batches: b_i, [..., n].
+        compute_s: a_i(b_i) + P_i(b_i), of the model or measured, [..., n].
+        step_s: T, one number, or as every rank sees it on its own clock, [..., n].
+
+    Example:
+        >>> curve = Curve(fixed_s=[1.0, 1.0], per_sample_s=[0.25, 0.5])
+        >>> pair = Cluster.two_point(forward=curve, backward=curve, gamma=0.25, overlapped_s=2.0, last_s=1.0)
+        >>> compute_s = pair.forward.at([8, 4]) + pair.backward.at([8, 4])
+        >>> round(float(hardware_use([8, 4], compute_s, step_time(pair, [8, 4]))), 3)
+        0.857
+    """
+    batches = np.asarray(local_batches, dtype=np.float64)
+    with np.errstate(all="ignore"):  # no time, no samples, times of a damaged log: 0 or NaN, as it should be
+        stretched = np.asarray(step_s, dtype=np.float64) / np.asarray(compute_s, dtype=np.float64)
+        spent = np.where(batches > 0, batches * stretched, 0.0).sum(axis=-1)
+        use: FloatArray = batches.sum(axis=-1) / spent
+    return use
+
+
+def even_step_time(cluster: Cluster, total_batch: int) -> float:
+    """Return the seconds that one step takes with DDP's even split; infinite where that breaks a rank's bound.
+
+    Every rank has B // n samples, the first B mod n ranks one more.
+
+    Example:
+        >>> curve = Curve(fixed_s=[1.0, 1.0], per_sample_s=[0.25, 0.5])
+        >>> pair = Cluster.two_point(forward=curve, backward=curve, gamma=0.25, overlapped_s=2.0, last_s=1.0)
+        >>> even_step_time(pair, 12)
+        9.0
+    """
+    least, more = divmod(int(total_batch), cluster.num_ranks)
+    even = least + (np.arange(cluster.num_ranks) < more)
+    if (even < cluster.min_batch).any() or (even > cluster.max_batch).any():
+        return float("inf")
+    return step_time(cluster, even)
+
+
+def even_speed(cluster: Cluster, local_batches: npt.ArrayLike) -> float:
+    """Return how fast DDP's even split of the same total batch is against this split; 0 where it breaks a bound.
+
+        T(b) / T(even)
+
+    The use of the hardware under this split, times this, is what DDP would use of the same.
+    """
+    return step_time(cluster, local_batches) / even_step_time(cluster, int(np.sum(local_batches)))
