@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cannikin.errors import InvalidInputError
 from cannikin.runlog import EventRecord, Header, NoiseRecord, PlanRecord, Record, WindowRecord
-from cannikin.runlog.times import numbers_of, rank_times, speed_of, step_of
+from cannikin.runlog.times import RankTimes, numbers_of, rank_times, speed_of, step_of, use_of
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -49,6 +49,8 @@ SCALARS = {
     "cannikin/total_batch": Scalar("samples", "total batch B"),
     "cannikin/samples_per_s": Scalar("samples/s", "throughput, B over the time of a step"),
     "cannikin/goodput": Scalar("samples/s", "throughput times statistical efficiency"),
+    "cannikin/use": Scalar("", "throughput over what all devices would do alone, 0 to 1"),
+    "cannikin/even_speed": Scalar("", "predicted speed of DDP's even split over the plan's; 0 where it does not fit"),
     "cannikin/noise_scale": Scalar("samples", "gradient noise scale"),
     "cannikin/noise_scale_low": Scalar("samples", "lower confidence limit of the noise scale"),
     "cannikin/noise_scale_high": Scalar("samples", "upper confidence limit of the noise scale"),
@@ -79,9 +81,13 @@ def scalars(record: Record, *, initial_batch: int | None = None) -> dict[str, fl
         {'cannikin/predicted_step_ms': 12.5}
     """
     if isinstance(record, WindowRecord):
-        found = {**_run_scalars(record, initial_batch), **_rank_scalars(record)}
+        times = rank_times(record)
+        found = {**_run_scalars(record, initial_batch, times), **_rank_scalars(record, times)}
     elif isinstance(record, PlanRecord):
-        found = {"cannikin/predicted_step_ms": record.predicted_step_ms}
+        found = {
+            "cannikin/predicted_step_ms": record.predicted_step_ms,
+            "cannikin/even_speed": record.even_speed,
+        }
     elif isinstance(record, EventRecord) and record.kind == "eval":
         found = {f"cannikin/eval/{name}": value for name, value in numbers_of(record).items()}
     elif isinstance(record, EventRecord) and record.kind == "epoch":
@@ -91,7 +97,9 @@ def scalars(record: Record, *, initial_batch: int | None = None) -> dict[str, fl
     return {name: float(value) for name, value in found.items() if value is not None and math.isfinite(value)}
 
 
-def _run_scalars(window: WindowRecord, initial_batch: int | None) -> dict[str, float | None]:
+def _run_scalars(
+    window: WindowRecord, initial_batch: int | None, times: list[RankTimes | None]
+) -> dict[str, float | None]:
     noise, speed = window.noise or NoiseRecord(), speed_of(window, initial_batch)
     return {
         "cannikin/step": step_of(window),
@@ -99,6 +107,7 @@ def _run_scalars(window: WindowRecord, initial_batch: int | None) -> dict[str, f
         "cannikin/total_batch": window.total_batch,
         "cannikin/samples_per_s": speed.samples_per_s,
         "cannikin/goodput": speed.goodput,
+        "cannikin/use": use_of(window.local_batches, times),
         "cannikin/noise_scale": noise.noise_scale,
         "cannikin/noise_scale_low": noise.low,
         "cannikin/noise_scale_high": noise.high,
@@ -108,12 +117,12 @@ def _run_scalars(window: WindowRecord, initial_batch: int | None) -> dict[str, f
     }
 
 
-def _rank_scalars(window: WindowRecord) -> dict[str, float | None]:
+def _rank_scalars(window: WindowRecord, times: list[RankTimes | None]) -> dict[str, float | None]:
     found: dict[str, float | None] = {}
-    for rank, (batch, times) in enumerate(zip(window.local_batches, rank_times(window), strict=True)):
+    for rank, (batch, spent) in enumerate(zip(window.local_batches, times, strict=True)):
         found[f"cannikin/rank{rank}/local_batch"] = batch
-        if times is not None:
-            found |= {f"cannikin/rank{rank}/{part}": part_ms for part, part_ms in times._asdict().items()}
+        if spent is not None:
+            found |= {f"cannikin/rank{rank}/{part}": part_ms for part, part_ms in spent._asdict().items()}
     return found
 
 

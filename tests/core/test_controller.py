@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.synthetic import Training, measure, random_cluster, slowed
-from cannikin.core.perf import Cluster, Curve, step_time
+from cannikin.core.perf import Cluster, Curve, even_speed, step_time
 from cannikin.core.policies.cannikin import Controller
 from cannikin.core.split import optimal_split
 from cannikin.core.values import Job
@@ -132,6 +132,15 @@ def test_the_predicted_step_time_follows_the_measured_one() -> None:
     plan = training.run(cluster, 100, noise=0.05, outliers=0.0)
     window = measure(cluster, [plan.local_batches] * 400, training.rng, noise=0.05, outliers=0.0)
     assert plan.predicted_step_s == pytest.approx(float(np.median(window.step_s)), rel=0.03)
+
+
+def test_what_the_even_split_would_give_is_said_once_a_model_is_known() -> None:
+    cluster = cluster_of([1.0, 0.5, 0.25], overlapped_s=0.01)
+    training = started(Job(num_ranks=3, batch_size=384), 7)
+    plan = training.run(cluster, 60, noise=0.02, outliers=0.0)
+    assert training.decisions[0].even_speed is None
+    assert training.decision.even_speed == pytest.approx(even_speed(cluster, plan.local_batches), rel=0.03)
+    assert training.decision.even_speed < 0.7
 
 
 def test_what_jitter_adds_to_a_step_is_part_of_its_predicted_time() -> None:

@@ -61,6 +61,14 @@ def test_a_batch_above_a_new_cap_is_cut_down_at_once(policy: str) -> None:
     assert plan.total_batch == 192
 
 
+def test_an_even_split_that_memory_does_not_hold_has_no_speed() -> None:
+    training = started("cannikin", Job(num_ranks=3, batch_size=192))
+    train(training, [NO_MAX] * 3, 4)
+    assert training.decision.even_speed > 0
+    train(training, [NO_MAX, NO_MAX, 40], 1)
+    assert training.decision.even_speed == 0
+
+
 def test_a_cap_holds_before_anything_else_is_known() -> None:
     job = Job(num_ranks=3, batch_size=192)
     training = Training(Controller(job), job, np.random.default_rng(0), delay=4)

@@ -11,7 +11,7 @@ from cannikin.live.panel import sparkline
 from cannikin.live.rank_table import stacked
 from cannikin.live.state import LiveState
 from cannikin.runlog import JobInfo, NoiseRecord
-from cannikin.runlog.times import rank_times
+from cannikin.runlog.times import rank_times, use_of
 from cannikin.words import clock
 
 
@@ -48,6 +48,42 @@ def test_a_rank_that_was_not_measured_has_no_times():
     assert none is None
     assert slow is not None
     assert rank_times(window(0, before_ms=())) == [None, None]
+
+
+# How much of the hardware it uses
+
+
+def test_use_is_every_ranks_computing_share_in_the_mean_that_its_samples_weigh():
+    assert use_of((24, 8), rank_times(window(0))) == pytest.approx(32 / (24 / 0.5 + 8 / 0.9))
+
+
+def test_waiting_for_data_is_no_use_whether_it_holds_up_the_computing_or_not():
+    shares = 14 / 40, 36 / 42
+    inside = window(0, before_ms=(10.0, 12.0), loader_ms=(6.0, 2.0), loader_inside=True)
+    assert use_of((24, 8), rank_times(inside)) == pytest.approx(32 / (24 / shares[0] + 8 / shares[1]))
+    beside = window(0, loader_ms=(40.0, 40.0))
+    assert use_of((24, 8), rank_times(beside)) == pytest.approx(32 / (24 / 0.25 + 8 / 0.45))
+
+
+def test_an_evaluation_between_steps_does_not_count():
+    assert use_of((24, 8), rank_times(window(0, other_ms=(900.0, 0.0)))) == use_of((24, 8), rank_times(window(0)))
+
+
+def test_one_rank_alone_uses_all_but_what_its_all_reduce_takes():
+    alone = window(0, (8,), before_ms=(10.0,), backward_ms=(29.0,), done_ms=(30.0,), wait_ms=(0.0,))
+    assert use_of((8,), rank_times(alone)) == pytest.approx(39 / 40)
+
+
+@pytest.mark.parametrize("batches", [(24, 8), (0, 0)])
+def test_the_use_is_not_known_where_a_rank_with_samples_was_not_measured(batches):
+    assert use_of(batches, rank_times(window(0, batches, before_ms=(None, 10.0)))) is None
+
+
+def test_what_ddp_would_use_comes_from_the_plan_made_for_the_split_before_the_window():
+    state = after(HEADER, plan(10, even_speed=0.5), window(2), plan(30, even_speed=0.9))
+    assert state.even_speed == 0.5
+    assert after(HEADER, window(0)).even_speed is None
+    assert after(HEADER).use is None
 
 
 milliseconds = st.floats(0, 1e6)

@@ -326,7 +326,7 @@ def test_without_a_terminal_there_is_a_line_now_and_then():
     assert len(lines) == 4  # after 0, 30, 60 and 90 s
     assert lines[1] == (
         "cannikin: step 310, epoch 0, 100%, 0:00 left, total batch 32 = 24+8, step 40 ms (predicted 32), waiting 20%, "
-        "noise scale 96, learning rate x1.25"
+        "use 56% (DDP 45%), noise scale 96, learning rate x1.25"
     )
 
 

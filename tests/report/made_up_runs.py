@@ -87,6 +87,7 @@ def plan(step: int, local_batches: tuple[int, ...] = (24, 16, 8), **more: Any) -
         "total_batch": total,
         "local_batches": local_batches,
         "predicted_step_ms": 31.0,
+        "even_speed": 0.75,
         "phase": "optperf",
         "reason": "made up",
         "candidate_totals": (total // 2, total, 2 * total, 4 * total),

@@ -21,9 +21,10 @@ from cannikin.report.numbers import (
     stretch,
     thin,
     timeline_bars,
+    window_uses,
 )
 from cannikin.runlog import EventRecord, Timeline
-from cannikin.runlog.times import ACTIVITIES
+from cannikin.runlog.times import ACTIVITIES, rank_times, use_of
 
 FINITE = st.floats(-1e6, 1e6)
 
@@ -86,6 +87,18 @@ def test_a_rank_that_measured_nothing_has_no_shares_and_spoils_no_others():
     assert np.isnan(found.shares[0]).all()
     assert np.isfinite(found.shares[1:]).all()
     assert found.slowest in (1, 2)
+
+
+def test_windows_use_what_their_records_say_whatever_happened_between_their_steps():
+    records = [window(0), window(10, (16, 16, 16), other_ms=(90.0, 0.0, 0.0)), window(20, (30, 18))]
+    windows = read([header(), *records[:2], header(2, first_step=20), records[2]]).windows
+    uses = window_uses(windows.local_batches, windows.times_ms)
+    assert uses == pytest.approx([use_of(record.local_batches, rank_times(record)) for record in records], rel=1e-5)
+
+
+def test_a_rank_that_measured_nothing_leaves_the_use_unknown():
+    found = stretch(read([header(), window(0, before_ms=(None, 1.0, 2.0))]).windows, np.array([0]))
+    assert np.isnan(found.use)
 
 
 def test_early_and_late_are_the_stretches_of_the_first_and_of_the_last_split():

@@ -60,7 +60,28 @@ def test_a_run_that_did_not_say_that_it_ended_is_running_or_was_killed(records):
     assert headline(found)[-1] == f"The run is still running or was killed: the log ends at step {found.last_step}."
 
 
+@pytest.mark.parametrize(
+    ("speed", "words"),
+    [
+        (0.75, "; DDP would use 46%."),
+        (0.0, "; DDP's even split does not fit."),
+        (None, "can do."),
+    ],
+)
+def test_the_use_of_the_hardware_is_a_sentence_with_what_is_known_of_ddp(speed, words):
+    found = read([header(), plan(0, even_speed=speed), window(0)])
+    (sentence,) = [each for each in headline(found) if each.startswith("It uses 62% of what the hardware can do")]
+    assert sentence.endswith(words)
+
+
 # Figures
+
+
+@pytest.mark.parametrize(("speed", "lines"), [(0.75, 2), (0.0, 1), (None, 1)])
+def test_the_use_of_ddp_is_a_line_only_where_it_is_known(speed, lines):
+    found = read([header(), plan(0, even_speed=speed), window(0), window(10)])
+    drawn = next(f for group in run_charts(found).values() for f in group if f.name == "use")
+    assert len(drawn.views[0].traces) == len(drawn.legend) == lines
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3, 8, 9, 64, 200])

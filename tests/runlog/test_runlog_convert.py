@@ -135,6 +135,9 @@ def test_plans_jobs_and_noise_become_records():
     assert plan_record(known, 11) == record
     unknown = dataclasses.replace(known, plan=dataclasses.replace(plan, predicted_step_s=None))
     assert plan_record(unknown, 11).predicted_step_ms is None
+    assert plan_record(known, 11).even_speed is None
+    assert plan_record(dataclasses.replace(known, even_speed=0.123456), 11).even_speed == 0.1235
+    assert plan_record(dataclasses.replace(known, even_speed=0.0), 11).even_speed == 0.0
     choice = choose_total(np.array([64, 128, 256]), np.array([0.1, 0.15, np.inf]), np.ones(3), 64)
     compared = plan_record(dataclasses.replace(known, choice=choice), 11)
     assert (compared.candidate_totals, compared.candidate_goodputs) == ((64, 128, 256), (640.0, 853.3333, None))

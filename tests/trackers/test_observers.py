@@ -47,6 +47,7 @@ def test_a_windows_numbers():
     assert found["cannikin/step"] == step_of(window(2)) == 30
     assert found["cannikin/samples_per_s"] == pytest.approx(3200)
     assert found["cannikin/goodput"] == pytest.approx(3200 * 128 / 224)
+    assert found["cannikin/use"] == pytest.approx(128 / (96 / 0.5 + 32 / 0.9))
     assert found["cannikin/rank0/local_batch"] == 96
     assert [found[f"cannikin/rank0/{part}_ms"] for part in ("compute", "communication", "wait")] == [20.0, 4.0, 16.0]
 
@@ -105,7 +106,7 @@ def test_any_tracker_gets_the_numbers_at_their_step(kind):
         observer.write(record)
     assert [step for step, _ in tracker.calls] == [0, 10, 10, 20, 20]
     assert tracker.calls[1][1] == scalars(window(0), initial_batch=32)
-    assert tracker.calls[2][1] == {"cannikin/predicted_step_ms": 32.0}
+    assert tracker.calls[2][1] == {"cannikin/predicted_step_ms": 32.0, "cannikin/even_speed": 0.8}
 
 
 def test_steps_never_go_back_but_with_a_resumed_run():

@@ -85,6 +85,8 @@ class Decision:
             planner measures none.
         choice: the total batches compared, where some were.
         changes: ranks whose speed was seen to change in this window.
+        even_speed: how fast DDP's even split of the same total batch would be against the plan's, by the model; 0 where
+            it breaks a bound, None where no model is known.
         settled: whether windows may be long; False while the planner learns, for instance after a change of speed.
         phase: one word for logs: what the planner is doing.
     """
@@ -93,6 +95,7 @@ class Decision:
     noise: Noise | None = None
     choice: TotalChoice | None = None
     changes: tuple[SpeedChange, ...] = ()
+    even_speed: float | None = None
     settled: bool = True
     phase: str = ""
 

@@ -16,10 +16,11 @@ from rich.style import Style
 
 from cannikin.live.rank_table import Line, Look, Part, RankNow, bar, cells, rank_lines, rank_rows, ranks_now
 from cannikin.live.state import LiveState
-from cannikin.words import amount, clock, counted, printable, rank_name, short_count, split_sum
+from cannikin.words import amount, clock, counted, percent, printable, rank_name, short_count, split_sum
+from cannikin.words import use as use_words
 
 _MAX_ROWS = 8  # ranks with a row of their own
-_OTHER_LINES = 16  # that a panel has beside those rows
+_OTHER_LINES = 17  # that a panel has beside those rows
 _LABEL = 14  # cells before a fact
 _LEVELS = "▁▂▃▄▅▆▇█"  # of a sparkline
 # For terminals that write ASCII only; each stands in one cell.
@@ -142,7 +143,8 @@ def _facts(state: LiveState, ranks: list[RankNow], look: Look) -> list[Line]:
         return []
     steps, totals = ([getattr(point, name) for point in state.points] for name in ("step_ms", "total_batch"))
     lines = [_with_spark(_step_time(state), steps, look), _with_spark(_total_batch(state), totals, look)]
-    return [*lines, *(line for line in (_throughput(state), _noise(state), _slowest(ranks)) if line is not None)]
+    more = (_throughput(state), _use(state), _noise(state), _slowest(ranks))
+    return [*lines, *(line for line in more if line is not None)]
 
 
 def _with_spark(line: Line, values: list[float | None], look: Look) -> Line:
@@ -191,6 +193,13 @@ def _throughput(state: LiveState) -> Line | None:
     if goodput is not None and share is not None:
         parts.append((f", goodput {amount(goodput)}/s ({share:.0%} efficient)", ""))
     return _fact("throughput", *parts)
+
+
+def _use(state: LiveState) -> Line | None:
+    if state.use is None:
+        return None
+    share, rest = use_words(state.use, state.even_speed).split(" ", 1)
+    return _fact("use", (share, "bold"), (f" {rest}", ""))
 
 
 def _noise(state: LiveState) -> Line | None:
@@ -255,6 +264,10 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
 # One line.
 
 
+def _even_use(state: LiveState) -> str:
+    return f" (DDP {percent(state.use * state.even_speed)})" if state.use and state.even_speed else ""
+
+
 def status_line(state: LiveState) -> str:
     """Return the run as it is now in one line, for a log that no terminal shows.
 
@@ -277,6 +290,7 @@ def status_line(state: LiveState) -> str:
         measured = "step not measured" if window.step_ms is None else f"step {amount(window.step_ms)} ms"
         words.append(measured + ("" if state.predicted_ms is None else f" (predicted {amount(state.predicted_ms)})"))
         words += [f"waiting {state.wait_share:.0%}"] if state.wait_share is not None else []
+        words += [f"use {percent(state.use)}{_even_use(state)}"] if state.use is not None else []
         scale = None if window.noise is None else window.noise.noise_scale
         words += [f"noise scale {amount(scale)}"] if scale else []
         words += [f"learning rate x{amount(window.lr_factor)}"] if window.lr_factor is not None else []

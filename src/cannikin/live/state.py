@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from cannikin.runlog import EventRecord, Header, PlanRecord, Record, WindowRecord
-from cannikin.runlog.times import RankTimes, Speed, numbers_of, predicted_ms, rank_times, speed_of, step_of
+from cannikin.runlog.times import RankTimes, Speed, numbers_of, plan_of, rank_times, speed_of, step_of, use_of
 
 _NUM_POINTS = 60  # windows remembered, for sparklines and rates
 _NUM_PLANS = 16  # plans among which the prediction for a window's split is looked for
@@ -41,7 +41,7 @@ class LiveState:
         self.header: Header | None = None
         self.window: WindowRecord | None = None
         self.plan: PlanRecord | None = None
-        self.predicted_ms: float | None = None  # for the split of `window`, before it was measured
+        self.window_plan: PlanRecord | None = None  # the last one with the split of `window`, before it was measured
         self.step = 0
         self.elapsed_ms: float | None = None
         self.current_pass: Pass | None = None
@@ -74,14 +74,14 @@ class LiveState:
     def _begin(self, header: Header) -> None:
         """Begin a run, or go on from an older state, with the step numbers and the clock of this process."""
         self.header, self.step = header, header.first_step
-        self.window = self.plan = self.end = self.predicted_ms = self.elapsed_ms = self.current_pass = None
+        self.window = self.plan = self.end = self.window_plan = self.elapsed_ms = self.current_pass = None
         self._times, self._samples, self._samples_of_pass = None, 0, 0
         self.points.clear()
         self._plans.clear()
 
     def _take_window(self, window: WindowRecord) -> None:
         self.window, self._times = window, None
-        self.predicted_ms = predicted_ms(window, self._plans)
+        self.window_plan = plan_of(window, self._plans)
         end = window.first_step + window.num_steps
         self._samples += window.num_steps * window.total_batch
         if self.current_pass is not None:
@@ -141,6 +141,21 @@ class LiveState:
         return missing / done * seconds if done > 0 and seconds > 0 else None
 
     # How fast it is.
+
+    @property
+    def predicted_ms(self) -> float | None:
+        """The step time that was predicted for the last window's split before it was measured."""
+        return None if self.window_plan is None else self.window_plan.predicted_step_ms
+
+    @property
+    def even_speed(self) -> float | None:
+        """How fast DDP's even split would be against the last window's, predicted before it was measured."""
+        return None if self.window_plan is None else self.window_plan.even_speed
+
+    @property
+    def use(self) -> float | None:
+        """How much of what the hardware can do the last window used, 0 to 1; None where it was not measured."""
+        return None if self.window is None else use_of(self.window.local_batches, self.times)
 
     @property
     def times(self) -> list[RankTimes | None]:

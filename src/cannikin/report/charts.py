@@ -10,7 +10,7 @@ import numpy as np
 
 from cannikin.core.values import FloatArray
 from cannikin.report import page
-from cannikin.report.numbers import Metric, Reached, RunArrays, Windows, prediction_error, thin
+from cannikin.report.numbers import Metric, Reached, RunArrays, Windows, prediction_error, thin, window_uses
 from cannikin.report.rank_charts import computing, local_batches, step_timeline, utilisation
 from cannikin.runlog import PlanRecord
 from cannikin.words import amount, percent
@@ -24,7 +24,13 @@ def run_charts(run: RunArrays) -> dict[str, list[page.Figure | page.Missing]]:
     windows = run.windows
     return {
         "Batches": [local_batches(windows), _total_batch(run)],
-        "Where the time goes": [step_timeline(run), utilisation(windows), computing(windows), _predicted(windows)],
+        "Where the time goes": [
+            step_timeline(run),
+            utilisation(windows),
+            computing(windows),
+            _use(windows),
+            _predicted(windows),
+        ],
         "Noise, goodput and learning": [
             _noise(windows),
             _goodput(run),
@@ -63,6 +69,24 @@ def _stairs(
         windows.stairs(rows), np.append(values[rows], values[-1]), unit.partition(" (")[0], "main", steps=True
     )
     return page.Figure(name, title, caption, [page.View("", [drawn])], page.STEPS, page.axis(unit, rangemode="tozero"))
+
+
+def _use(windows: Windows) -> page.Figure | page.Missing:
+    title = "Use of the hardware"
+    uses = 100 * window_uses(windows.local_batches, windows.times_ms)
+    rows = np.flatnonzero(np.isfinite(uses))
+    if not len(rows):
+        return page.Missing("use", title, page.NO_WINDOWS)
+    even = uses * np.where(windows.even_speed > 0, windows.even_speed, np.nan)
+    rows = rows[thin(np.stack([uses[rows], even[rows]], axis=1), _BINS)]
+    x = windows.first_step[rows]
+    traces, keys = [page.line(x, uses[rows], "this run", "main")], [page.Key("this run", "main", "line")]
+    caption = "Samples per second against what the devices would do alone, each at its batch and with no communication."
+    if np.isfinite(even).any():
+        traces.append(page.line(x, even[rows], "DDP", "second", mode="lines"))
+        keys.append(page.Key("DDP's even split, predicted", "second", "line"))
+    y = page.axis("use of the hardware (%)", range=[0, 102])
+    return page.Figure("use", title, caption, [page.View("", traces)], page.STEPS, y, legend=tuple(keys))
 
 
 def _predicted(windows: Windows) -> page.Figure | page.Missing:

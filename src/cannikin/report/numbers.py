@@ -11,6 +11,7 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from cannikin.core.perf import hardware_use
 from cannikin.core.values import BoolArray, FloatArray, IntArray
 from cannikin.runlog import EventRecord, Header, PlanRecord, RunLogReader, Timeline
 from cannikin.runlog.times import NS_PER_MS, activity, longest_ns, rank_moments
@@ -84,9 +85,9 @@ class Spread(Generic[T]):
 class Windows:
     """The windows that count, oldest first, [W]; NaN where not known.
 
-    As in `WindowRecord`, but `elapsed_ms` goes on over resumes, `predicted_ms` is what the last plan before the window
-    predicted for the window's split, and the noise scale and its limits are here. By rank there are the local batches,
-    [W, n], and what each rank did with the time of a step, [W, n, A].
+    As in `WindowRecord`, but `elapsed_ms` goes on over resumes, `predicted_ms` and `even_speed` are what the last plan
+    before the window said of the window's split, and the noise scale and its limits are here. By rank there are the
+    local batches, [W, n], and what each rank did with the time of a step, [W, n, A].
     """
 
     first_step: FloatArray
@@ -100,6 +101,7 @@ class Windows:
     noise_low: FloatArray
     noise_high: FloatArray
     predicted_ms: FloatArray
+    even_speed: FloatArray
     local_batches: ByRank
     times_ms: ByRank
 
@@ -228,6 +230,18 @@ def mean_shares(times_ms: FloatArray | ByRank, num_steps: FloatArray) -> FloatAr
     return shares
 
 
+def window_uses(local_batches: FloatArray | ByRank, times_ms: FloatArray | ByRank) -> FloatArray:
+    """Return how much of what the hardware can do windows used, 0 to 1, [W]; NaN where that is not known.
+
+    Args:
+        local_batches: [W, n], NaN where there was no such rank yet, or no longer.
+        times_ms: what each rank did with the time of a step, [W, n, A].
+    """
+    compute_ms = activity(times_ms, "optimizer and forward", "backward")
+    step_ms = compute_ms + activity(times_ms, "communication", "waiting", "loading")
+    return hardware_use(np.nan_to_num(local_batches), compute_ms, step_ms)
+
+
 def early_rows(windows: Windows) -> IntArray:
     """Return the first windows, as long as they have the first split, and not too many of them."""
     return _alike(windows, np.arange(len(windows)))
@@ -250,7 +264,9 @@ class Stretch:
     """A stretch of windows with one split: medians over them, and shares of time.
 
     `spread` is by how much of the step the rank that waits most waits longer than the one that waits least, and
-    `slowest` the latter: the rank that the others wait for. None where that was not measured.
+    `slowest` the latter: the rank that the others wait for. None where that was not measured. `use` is how much of what
+    the hardware can do it used, and `even_speed` how fast DDP's even split would be against this one, by the last plan
+    before its last window; NaN where not known.
     """
 
     local_batches: tuple[int, ...]
@@ -259,6 +275,8 @@ class Stretch:
     shares: FloatArray
     slowest: int | None
     spread: float
+    use: float
+    even_speed: float
 
     @property
     def total_batch(self) -> int:
@@ -286,6 +304,8 @@ def stretch(windows: Windows, rows: IntArray) -> Stretch:
         shares=shares,
         slowest=int(np.nanargmin(wait)) if known else None,
         spread=float(np.nanmax(wait) - np.nanmin(wait)) if known else float("nan"),
+        use=_median(window_uses(windows.local_batches[rows], windows.times_ms[rows])),
+        even_speed=float(windows.even_speed[rows[-1]]),
     )
 
 

@@ -38,7 +38,7 @@ from cannikin.runlog.times import (
     longest_ns,
     measured_ms,
     numbers_of,
-    predicted_ms,
+    plan_of,
     rank_moments,
 )
 
@@ -155,7 +155,7 @@ class _RunSoFar:
         self._recent.clear()
 
     def _take_window(self, window: WindowRecord) -> None:
-        self._windows.add(window, self._at(window.elapsed_ms), predicted_ms(window, self._recent))
+        self._windows.add(window, self._at(window.elapsed_ms), plan_of(window, self._recent))
         self._last_step = max(self._last_step, window.first_step + window.num_steps - 1)
         if window.timeline is not None:
             self._timelines.add(window.timeline)
@@ -223,14 +223,15 @@ class _Table:
         self._num_ranks, self._by_rank = 0, list[float | None]()
         self._chunks: list[tuple[FloatArray, ByRank]] = []
 
-    def add(self, window: WindowRecord, elapsed_ms: float, predicted_step_ms: float | None) -> None:
+    def add(self, window: WindowRecord, elapsed_ms: float, plan: PlanRecord | None) -> None:
         if len(self._rows) >= _CHUNK_WINDOWS or len(window.local_batches) != self._num_ranks:
             self._flush()
             self._num_ranks = len(window.local_batches)
         noise = window.noise or NoiseRecord()
         own = {
             "elapsed_ms": elapsed_ms,
-            "predicted_ms": predicted_step_ms,
+            "predicted_ms": None if plan is None else plan.predicted_step_ms,
+            "even_speed": None if plan is None else plan.even_speed,
             "noise_scale": noise.noise_scale,
             "noise_low": noise.low,
             "noise_high": noise.high,

@@ -25,7 +25,7 @@ from cannikin.report.page import Item, Section, Table, make_page, plotly_source
 from cannikin.report.read import find_runs, read_runs
 from cannikin.runlog import numbers_only, refuse_overwriting
 from cannikin.runlog.times import ACTIVITIES, activity
-from cannikin.words import amount, count, counted, duration, kinds, memory, percent, rank_name, split
+from cannikin.words import amount, count, counted, duration, kinds, memory, percent, rank_name, split, use
 
 _PAGE_NAME = "report.html"
 _MOST_RANKS = 256
@@ -92,6 +92,7 @@ def _facts(run: RunArrays) -> list[tuple[str, str]]:
             ("last step time", duration(late.step_ms)),
             ("prediction error", percent(prediction_error(run.windows))),
             ("samples per second", amount(late.samples_per_s)),
+            ("use of the hardware", percent(late.use)),
             ("waiting, mean of ranks", percent(float(waiting.mean()) if len(waiting) else float("nan"))),
             ("noise scale, samples", amount(float(noise[-1]) if len(noise) else float("nan"))),
         ]
@@ -189,7 +190,7 @@ def headline(run: RunArrays) -> list[str]:
         said.append("No window of steps has been written yet, so there is nothing to draw.")
     else:
         early = stretch(run.windows, early_rows(run.windows))
-        said += [_outcome(run, late), _gain(early, late), _bottleneck(run, late)]
+        said += [_outcome(run, late), _gain(early, late), _use(late), _bottleneck(run, late)]
     return [sentence for sentence in (*said, *_damage(run), _ending(run)) if sentence]
 
 
@@ -232,6 +233,13 @@ def _gain(early: Stretch, late: Stretch) -> str:
     if not 0.8 <= late.total_batch / early.total_batch <= 1.25:  # most of it then comes of the larger total batch
         return f"{rates} in {first}; the total batch was {early.total_batch:,} then."
     return f"{rates}: {ratio:.2f} times the speed of {first}." if ratio >= 1.02 else f"{rates} in {first}."
+
+
+def _use(late: Stretch) -> str:
+    """Return how much of the hardware the last split uses, and what DDP would, as far as a plan said so."""
+    if not math.isfinite(late.use):
+        return ""
+    return f"It uses {use(late.use, late.even_speed if math.isfinite(late.even_speed) else None)}."
 
 
 def _bottleneck(run: RunArrays, late: Stretch) -> str:
@@ -323,6 +331,7 @@ def _runs(runs: list[RunArrays], result: Reached | None) -> Table:
             title = f"time to {result.target.metric} {result.target.value:g}"
             row[title] = "not reached" if time is None else duration(time)
         row["last step time"] = "not known" if late is None else duration(late.step_ms)
+        row["use of the hardware"] = "not known" if late is None else percent(late.use)
         row["last total batch"] = "not known" if late is None else f"{late.total_batch:,}"
         row["last split"] = "not known" if late is None else split(late.local_batches)
         rows.append(row)

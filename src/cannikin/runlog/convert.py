@@ -82,6 +82,7 @@ def plan_record(decision: Decision, step: int, *, elapsed_ms: float | None = Non
         elapsed_ms=elapsed_ms,
         candidate_totals=() if choice is None else choice.totals,
         candidate_goodputs=() if choice is None else tuple(map(_goodput, choice.goodputs)),
+        even_speed=None if decision.even_speed is None else _finite(round(decision.even_speed, _DECIMALS)),
     )
 
 

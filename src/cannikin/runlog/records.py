@@ -166,6 +166,9 @@ class PlanRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", ta
     `candidate_totals` are the total batches that the planner compared, increasing, among them the one in force.
     `candidate_goodputs` says what each would give, in samples at the initial batch per second; None where the ranks
     cannot hold it. Both are empty where the total is fixed or nothing was compared.
+
+    `even_speed` says how fast DDP's even split of the same total batch would be against this one, by the planner's
+    model: 0 where it breaks a rank's bound, None where it is not known, as in logs of older versions.
     """
 
     step: int
@@ -178,6 +181,7 @@ class PlanRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", ta
     elapsed_ms: Real = None
     candidate_totals: tuple[int, ...] = ()
     candidate_goodputs: Reals = ()
+    even_speed: Real = None
 
 
 class EventRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="event"):

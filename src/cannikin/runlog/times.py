@@ -6,7 +6,7 @@ A report, a live view, a trace and trackers all take them from here, so that the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Reversible
+from collections.abc import Iterable, Reversible, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cannikin.core.goodput import efficiency
+from cannikin.core.perf import hardware_use
 from cannikin.core.values import FloatArray
 from cannikin.runlog.records import EventRecord, Header, NoiseRecord, PlanRecord, Record, Timeline, WindowRecord
 
@@ -64,10 +65,9 @@ def speed_of(window: WindowRecord, initial_batch: int | None) -> Speed:
     return Speed(pace, share, None if pace is None else pace * share)
 
 
-def predicted_ms(window: WindowRecord, plans: Reversible[PlanRecord]) -> float | None:
-    """Return the step time that the last plan with the window's split predicted; None where none did."""
-    alike = (plan.predicted_step_ms for plan in reversed(plans) if plan.local_batches == window.local_batches)
-    return next(alike, None)
+def plan_of(window: WindowRecord, plans: Reversible[PlanRecord]) -> PlanRecord | None:
+    """Return the last of these plans that has the window's split, with what it predicted; None where none has."""
+    return next((plan for plan in reversed(plans) if plan.local_batches == window.local_batches), None)
 
 
 # Where a step's time goes on each rank: computing, communicating, waiting for slower ranks, loading data.
@@ -153,6 +153,21 @@ def rank_times(window: WindowRecord) -> list[RankTimes | None]:
     found = activities(measured).tolist()
     times = (RankTimes(before + backward, rest, wait, load) for before, backward, rest, wait, load, _ in found)
     return [spent if math.isfinite(spent.total_ms) else None for spent in times]
+
+
+def use_of(local_batches: Sequence[int], times: Sequence[RankTimes | None]) -> float | None:
+    """Return how much of what their devices can do ranks used in these typical steps, 0 to 1; None where not known.
+
+    The user's own work between steps, such as an evaluation, belongs to no step and does not count.
+
+    Example:
+        >>> use_of((24, 8), [RankTimes(20.0, 4.0, 16.0), RankTimes(36.0, 4.0, 0.0)])
+        0.5625
+    """
+    compute_ms = [math.nan if spent is None else spent.compute_ms for spent in times]
+    step_ms = [math.nan if spent is None else spent.total_ms for spent in times]
+    use = float(hardware_use(local_batches, compute_ms, step_ms))
+    return use if math.isfinite(use) else None
 
 
 # One step's timeline. Ranks' clocks differ, so they are lined up by the end of the last all-reduce, which is one moment

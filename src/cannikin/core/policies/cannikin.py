@@ -18,7 +18,7 @@ import numpy as np
 from cannikin.core.goodput import TotalChoice, choose_total, total_grid
 from cannikin.core.learner import Learner, ModelFit
 from cannikin.core.noise.tracker import NoiseTracker
-from cannikin.core.perf import Cluster, step_time
+from cannikin.core.perf import Cluster, even_speed, step_time
 from cannikin.core.planner import Decision, SpeedChange
 from cannikin.core.policies import plans
 from cannikin.core.prior import DataSheet, first_shares
@@ -73,6 +73,7 @@ class Controller:
             noise=self._noise.summary(),
             choice=choice,
             changes=changes,
+            even_speed=None if model.cluster is None else even_speed(model.cluster, self._plan.local_batches),
             settled=self._last_change is None or not self._last_change <= end < self._last_change + _UNSETTLED,
             phase=self._phase,
         )
