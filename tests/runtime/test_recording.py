@@ -9,6 +9,7 @@ import sys
 import warnings
 from functools import partial
 
+import live_records as made_up
 import pytest
 import recording_cases as cases
 import torch
@@ -19,7 +20,7 @@ from told import run_cases, values
 from cannikin.core.planner import Decision
 from cannikin.core.values import Job, Plan
 from cannikin.runlog import EventRecord, Header, PlanRecord, RankInfo, WindowRecord, read_runlog
-from cannikin.runtime.recorder import Recorder
+from cannikin.runtime.recorder import LastWords, Recorder
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -343,3 +344,68 @@ def test_what_devices_say_of_themselves_is_read_back_and_may_be_missing(tmp_path
     recorder.begin(Job(num_ranks=2, batch_size=8), "cannikin", torch.nn.Linear(1, 1), ranks)
     recorder.end(0)
     assert read_runlog(tmp_path).header.ranks == tuple(ranks)
+
+
+# Last words
+
+
+TOLD = {
+    "told": r"INFO:cannikin:the run ended at step 40: its last split, 6, used [\d.]+% of what .* as much\n",
+    "closed": r"INFO:cannikin:the run ended at step 40: .*\n",
+    "short": "",
+    "quiet": "",
+    "by an error": "",
+}
+LAST_WORDS = """
+import logging, os, sys
+import torch
+from torch import nn
+from cannikin import HeteroDataLoader, HeteroDataParallel
+
+for way in sys.argv[1:]:  # each in a process of its own, without another import of torch
+    if os.fork() == 0:
+        break
+    os.wait()
+else:
+    sys.exit()
+sys.stderr = open(way, "w")
+logging.basicConfig(level=logging.WARNING if way == "quiet" else logging.INFO)
+net = nn.Linear(3, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+model = HeteroDataParallel(net, optimizer)
+loader = HeteroDataLoader(torch.randn(120 if way == "short" else 240, 3), model=model, batch_size=6)
+for features in loader:
+    optimizer.zero_grad()
+    model(features).square().mean().backward()
+    optimizer.step()
+if way == "closed":
+    model.engine.close()
+if way == "by an error":
+    raise ValueError("on purpose")
+"""
+
+
+@pytest.fixture(scope="module")
+def last_words(tmp_path_factory):
+    """What trainings of one rank, without observers of their own, wrote to standard error."""
+    folder = tmp_path_factory.mktemp("words")
+    command = [sys.executable, "-c", LAST_WORDS, *TOLD]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return {way: (folder / way).read_text() for way in TOLD}
+
+
+@pytest.mark.parametrize("way", TOLD)
+def test_a_run_that_ended_says_in_one_line_how_much_of_the_hardware_it_used(last_words, way):
+    said = [line for line in last_words[way].splitlines(keepends=True) if "the run ended" in line]
+    assert re.fullmatch(TOLD[way], "".join(said)), last_words[way]
+
+
+def test_what_is_said_last_is_of_the_last_split_and_of_ddp_as_its_plan_had_it(caplog):
+    words, split = LastWords(), (20, 12)
+    with caplog.at_level("INFO", "cannikin"):
+        for record in [*made_up.run(2), made_up.plan(20, split, even_speed=0.5), made_up.window(2, split), made_up.END]:
+            words.write(record)
+    assert caplog.messages == [
+        "the run ended at step 100: its last split, 20, 12, used 60% of what the hardware can do; DDP would use 30%"
+    ]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
 import warnings
+from collections import deque
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from numbers import Integral, Real
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import msgspec
@@ -35,10 +38,15 @@ from cannikin.runlog import (
     job_info,
     plan_record,
 )
+from cannikin.runlog.times import plan_of, rank_times, use_of
 from cannikin.runlog.writer import set_aside
 from cannikin.runtime.memory import MemoryGauge
 from cannikin.runtime.step import BatchQueue
 from cannikin.runtime.wire import Gathered
+from cannikin.words import split, use
+
+_logger = logging.getLogger("cannikin")
+_TOLD_FROM = 30  # steps measured: by then the split has settled
 
 
 class Recorder:
@@ -55,6 +63,8 @@ class Recorder:
         if run_dir is not None and active:
             self._log = RunLogWriter(Path(run_dir) / RUNLOG_NAME, append=True)
             self._observers.append(self._log)
+        if active and _logger.isEnabledFor(logging.INFO):
+            self._observers.append(LastWords())
         self._header: Header | None = None
         self._first_plan: PlanRecord | None = None
         self._waiting: list[Record] | None = []  # for the start
@@ -192,6 +202,39 @@ class Recorder:
                 kind = type(observer).__name__
                 text = f"observer {kind} failed and is left out from now on ({type(error).__name__}: {error})"
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+class LastWords:
+    """Logs, when a run has ended, how much of the hardware its last split used: the median of its last windows.
+
+    Says nothing of a run that was too short for its split to settle.
+    """
+
+    def __init__(self) -> None:
+        self._split: tuple[int, ...] = ()
+        self._uses: deque[float] = deque(maxlen=50)  # of the last windows, as long as they have this split
+        self._even_speed: float | None = None
+        self._plans: deque[PlanRecord] = deque(maxlen=4)
+        self._num_steps = 0
+
+    def write(self, event: Record, /) -> None:
+        """Take a record of the run."""
+        if isinstance(event, WindowRecord):
+            self._take(event)
+        elif isinstance(event, PlanRecord):
+            self._plans.append(event)
+        elif isinstance(event, EventRecord) and event.kind == "end" and self._uses and self._num_steps >= _TOLD_FROM:
+            words = use(median(self._uses), self._even_speed)
+            _logger.info("the run ended at step %d: its last split, %s, used %s", event.step, split(self._split), words)
+
+    def _take(self, window: WindowRecord) -> None:
+        if window.local_batches != self._split:
+            self._split, self._even_speed = window.local_batches, None
+            self._uses.clear()
+        self._num_steps += window.num_steps
+        used, plan = use_of(window.local_batches, rank_times(window)), plan_of(window, self._plans)
+        self._uses += [] if used is None else [used]
+        self._even_speed = self._even_speed if plan is None else plan.even_speed
 
 
 def _moved(record: Record, num_steps: int) -> Record:
