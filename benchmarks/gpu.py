@@ -1,95 +1,446 @@
-"""cannikin on unequal shares of one NVIDIA GPU: `python -m benchmarks gpu`, or `python -m benchmarks.gpu PART ...`.
+"""cannikin on ranks of one NVIDIA GPU: `python -m benchmarks gpu`, or `python -m benchmarks.gpu PART ... [options]`.
 
-Parts: `overhead` (plain DDP against ours with an even plan), `limit` (step times of splits, and what ours settles on),
-`sharing` (a load that begins on one share in mid-run), and by name only `settling` (the split at step 30, from ten
-starts). Each rank has a share of the GPU by MPS, through `cannikin lab`, and gloo between them. Prints one table, and
-keeps every figure as JSON lines under --out.
+Ranks are `cannikin lab`'s: `--mechanism gpu` (the default) has real NCCL between ranks that spin in proportion to their
+samples, `--mechanism mps` shares of the GPU and gloo, `--device cpu` small networks on ranks that sleep, to try a
+benchmark out. Every result goes to --out as a line of JSON as soon as it is there, what fails is launched anew without
+the job that failed, no job begins that would end after --within seconds, and a table comes last.
+
+Parts, with what they are guessed to take on an H200 (minutes; each launch about 15 s of it):
+
+    limit       even, LB-BSP really run, ours and the best found, on two shapes and two totals of each network:
+                `limit --networks resnet18,neumf,resnet50,deepspeech2` 7, `--networks bert` 5, `--networks gpt2-small` 5
+    settling    the split at step 30 of 42 starts on 21 random shapes of 2, 3 and 4 ranks                          6
+    overlap     the same as limit, where devices differ in their ratio of forward to backward                    1.5
+    overhead    plain DDP beside ours with an even plan; the hook's own time                                       2
+    forms       no backend named, "nccl", "cpu:gloo,cuda:nccl": plans, and what was learned beside the truth     1.5
+    record      every step's measurements as JSON, for work on the learner                                       2.5
+    stability   plans of 300 steps where communication decides, and beside a neighbour who comes and goes        1.5
+    sharing     a load that begins on one share in mid-run (mps)                                                   1
+
+Time to accuracy is `python -m benchmarks.gpu_accuracy`.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import shutil
+import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks import launching
+from benchmarks.gpu_tasks import NETWORKS, recipe_of
+from cannikin.lab.mechanisms import MECHANISMS
 
-Launch = tuple[tuple[float, ...], list[tuple[str, dict[str, Any]]]]  # shares of the GPU; functions and their keywords
+Job = dict[str, Any]
 
-THREE, FOUR = (0.60, 0.25, 0.12), (0.40, 0.25, 0.15, 0.10)
-PARTS: dict[str, list[Launch]] = {
-    "overhead": [
-        (
-            THREE,
-            [
-                ("overhead", {"kind": "resnet18", "local_batch": 64, "rounds": 160}),
-                ("overhead", {"kind": "resnet18", "local_batch": 256, "rounds": 120}),
-                (
-                    "overhead",
-                    {"kind": "gpt2-small", "local_batch": 2, "rounds": 80, "variants": ["raw", "control", "ours"]},
-                ),
-            ],
+SPREAD, CLOSE = (1.0, 0.5, 0.25), (1.0, 0.8, 0.6)
+SHARES = ((0.60, 0.25, 0.12), (0.40, 0.25, 0.15, 0.10))  # of the GPU, by MPS
+FORMS = ("", "nccl", "cpu:gloo,cuda:nccl")
+THIRD = 1 / 3
+LAUNCHES = 3  # of the jobs of one launch, where some fail
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bed:
+    """What the benchmarks run on.
+
+    Args:
+        mechanism: of the lab.
+        device: "cuda" or "cpu"; on a CPU everything is small and short.
+        networks: those to measure.
+    """
+
+    mechanism: str
+    device: str
+    networks: Sequence[str] = NETWORKS
+
+    @property
+    def small(self) -> bool:
+        """Whether this is only to try a benchmark out."""
+        return self.device == "cpu"
+
+    @property
+    def backend(self) -> str:
+        """What carries gradients between such ranks."""
+        return "nccl" if self.mechanism == "gpu" else "gloo"
+
+    def totals(self, kind: str) -> tuple[int, int]:
+        """Return a total batch at which communication weighs, and one at which computation does."""
+        return (24, 48) if self.small else recipe_of(kind, self.device).totals
+
+    def steps(self, count: int) -> int:
+        """Return this many steps, or a few."""
+        return min(count, 45) if self.small else count
+
+    def job(
+        self,
+        name: str,
+        kind: str,
+        speeds: Sequence[float],
+        *,
+        num_steps: float,
+        further_s: float = 0.0,
+        forward_shares: Sequence[float] = (),
+        spins: bool = True,
+        **keywords: Any,
+    ) -> Job:
+        """Make a job that takes about this many steps and seconds; without `spins`, ranks are as fast as they are."""
+        recipe = recipe_of(kind, self.device)
+        sample_ms = 2.0 if self.small else recipe.sample_ms
+        step_s = 0.03 if self.small else recipe.step_ms / 1e3
+        return {
+            "name": name,
+            "speeds": list(speeds),
+            "sample_ms": sample_ms if spins else 0.0,
+            "forward_shares": list(forward_shares or [THIRD] * len(speeds)),
+            "expect_s": 3.0 + num_steps * step_s + further_s,
+            "keywords": {"kind": kind, **keywords},
+        }
+
+    def limit(self, kind: str, total: int, speeds: Sequence[float], **others: Any) -> Job:
+        """Make a job that compares ours with the rest at one total."""
+        recipe = recipe_of(kind, self.device)
+        is_slow = recipe.step_ms > 100  # hundreds of steps would take minutes
+        steps, lb_steps, search_s = self.steps(recipe.steps), self.steps(90 if is_slow else 120), self.search_s(kind)
+        return self.job(
+            "limit",
+            kind,
+            speeds,
+            num_steps=steps + lb_steps,
+            further_s=1.5 * search_s,
+            total=total,
+            steps=steps,
+            lb_steps=lb_steps,
+            moved=[0.04] if is_slow else [0.02, 0.06],
+            search_s=search_s,
+            **others,
         )
-    ],
-    "limit": [
-        (THREE, [("limit", {"total": total, "steps": 180, "largest": 4096}) for total in (192, 768, 1536, 4096)]),
-        (FOUR, [("limit", {"total": total, "steps": 180, "largest": 4096}) for total in (384, 1536)]),
-    ],
-    "sharing": [(THREE, [("sharing", {"total": 1536, "steps": 240, "disturbed": 0, "start": 100, "rounds": 25})])],
-    "settling": [(THREE, [("settling", {"total": 768, "runs": 10, "steps": 46, "rounds": 80})])],
+
+    def search_s(self, kind: str) -> float:
+        """Return the seconds to look for the best split of one cell."""
+        return 1.0 if self.small else max(6.0, 0.09 * recipe_of(kind, self.device).step_ms)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """Jobs for the same ranks, and the backend that they name."""
+
+    jobs: list[Job]
+    backend: str
+
+
+def limit(bed: Bed) -> list[Launch]:
+    """Two shapes and two totals of each network."""
+    shapes: Iterable[tuple[float, ...]] = SHARES if bed.mechanism == "mps" else (SPREAD, CLOSE)
+    cells = itertools.product(bed.networks, shapes, (0, 1))
+    return _by_size([bed.limit(kind, bed.totals(kind)[k], speeds) for kind, speeds, k in cells], bed.backend)
+
+
+def overlap(bed: Bed) -> list[Launch]:
+    """Cells out of the table of `benchmarks.gpu_overlap`."""
+    cells = [
+        ("resnet18", SPREAD, (THIRD, THIRD, 0.9)),
+        ("resnet18", (1.0, 1.0, 1.0), (0.9, THIRD, THIRD)),
+        ("resnet50", SPREAD, (THIRD, THIRD, 0.6)),
+    ]
+    jobs = [bed.limit(kind, bed.totals(kind)[1], speeds, forward_shares=shares) for kind, speeds, shares in cells]
+    return [Launch(jobs=jobs, backend=bed.backend)]
+
+
+def settling(bed: Bed) -> list[Launch]:
+    """Random shapes that nothing was tuned on, two starts on each."""
+    rng, launches = np.random.default_rng(2026), []
+    order = ("resnet18", "neumf", "resnet50", "resnet18", "deepspeech2", "neumf", "resnet18")
+    kinds = [kind for kind in order if kind in bed.networks] or list(bed.networks)
+    for n in (2, 3, 4):
+        jobs = []
+        for kind in itertools.islice(itertools.cycle(kinds), 2 if bed.small else 7):
+            speeds = np.round(rng.uniform(0.2, 1.0, n), 2).tolist()
+            low, high = bed.totals(kind)
+            total = round(float(np.exp(rng.uniform(np.log(low), np.log(high)))))
+            search_s = 0.7 * bed.search_s(kind)
+            jobs.append(
+                bed.job(
+                    "settling",
+                    kind,
+                    speeds,
+                    num_steps=80,
+                    further_s=1.5 * search_s,
+                    total=total,
+                    starts=2,
+                    steps=40,
+                    moved=[0.03],
+                    search_s=search_s,
+                )
+            )
+        launches.append(Launch(jobs=jobs, backend=bed.backend))
+    return launches
+
+
+def overhead(bed: Bed) -> list[Launch]:
+    """ResNet-50 on three ranks; BERT-base on two and in bfloat16, so that its gradients take less than 100 ms."""
+    rounds = 12 if bed.small else 160
+    few = ["raw", "control", "ours"]
+    three = [
+        bed.job(
+            "overhead",
+            "resnet50",
+            (1.0,) * 3,
+            num_steps=3 * rounds,
+            spins=False,
+            local_batch=24,
+            variants=few,
+            rounds=rounds,
+        ),
+        bed.job("hook", "resnet50", (1.0,) * 3, num_steps=200, spins=False, local_batch=24, steps=bed.steps(100)),
+    ]
+    two = [
+        bed.job(
+            "overhead",
+            "bert",
+            (1.0,) * 2,
+            num_steps=rounds,
+            spins=False,
+            local_batch=8,
+            variants=few,
+            rounds=rounds,
+            compressed=True,
+        ),
+        bed.job("hook", "bert", (1.0,) * 2, num_steps=80, spins=False, local_batch=8, steps=bed.steps(80)),
+    ]
+    return [Launch(jobs=jobs, backend=bed.backend) for jobs in (three, two)]
+
+
+def forms(bed: Bed) -> list[Launch]:
+    """Every way to name a backend."""
+    backends = ("", "gloo") if bed.small else FORMS
+    jobs = [
+        bed.job("truth", kind, SPREAD, num_steps=80, further_s=3.0, total=bed.totals(kind)[1], steps=bed.steps(60))
+        for kind in ("chain", "resnet18")
+    ]
+    return [Launch(jobs=jobs, backend=backend) for backend in backends]
+
+
+def record(bed: Bed) -> list[Launch]:
+    """Three networks at their smaller total, where communication and computation both weigh."""
+    kinds = [kind for kind in ("resnet18", "resnet50", "deepspeech2") if kind in bed.networks] or bed.networks
+    jobs = [
+        bed.job("record", kind, SPREAD, num_steps=300, total=bed.totals(kind)[0], steps=60 if bed.small else 280)
+        for kind in kinds
+    ]
+    return [Launch(jobs=jobs, backend=bed.backend)]
+
+
+def stability(bed: Bed) -> list[Launch]:
+    """Totals so small that every split takes as long, and a neighbour at a larger one."""
+    steps = bed.steps(300)
+    quiet = [
+        bed.job("stability", kind, SPREAD, num_steps=steps, total=24 if bed.small else total, steps=steps)
+        for kind, total in (("resnet18", 192), ("resnet50", 32))
+    ]
+    total, start = bed.totals("resnet18")[1], 20 if bed.small else 100
+    noisy = bed.job(
+        "noisy", "resnet18", SPREAD, num_steps=steps, total=total, steps=steps, disturbed=0, start=start, slower=2.0
+    )
+    return [Launch(jobs=[*quiet, noisy], backend=bed.backend)]
+
+
+def sharing(bed: Bed) -> list[Launch]:
+    """A second load on the largest share."""
+    steps, start = (45, 12) if bed.small else (240, 100)
+    total = bed.totals("resnet18")[1]
+    job = bed.job(
+        "sharing",
+        "resnet18",
+        SHARES[0],
+        num_steps=600,
+        total=total,
+        steps=steps,
+        disturbed=0,
+        start=start,
+        rounds=bed.steps(25),
+    )
+    return [Launch(jobs=[job], backend=bed.backend)]
+
+
+PARTS: dict[str, Callable[[Bed], list[Launch]]] = {
+    "limit": limit,
+    "settling": settling,
+    "overlap": overlap,
+    "overhead": overhead,
+    "forms": forms,
+    "record": record,
+    "stability": stability,
+    "sharing": sharing,
 }
+DEFAULT = {"gpu": ("overhead", "forms", "stability"), "mps": ("overhead", "sharing"), "portable": tuple(PARTS)}
+
+
+def _by_size(jobs: list[Job], backend: str) -> list[Launch]:
+    """Return one launch for the jobs of each number of ranks."""
+    sizes = sorted({len(job["speeds"]) for job in jobs})
+    return [Launch(jobs=[job for job in jobs if len(job["speeds"]) == n], backend=backend) for n in sizes]
+
+
+def run(launch: Launch, bed: Bed, out: Path, until: float) -> None:
+    """Run the jobs of a launch; where one fails, launch those behind it anew."""
+    script, left = Path(__file__).with_name("gpu_ranks.py"), launch.jobs
+    for _ in range(LAUNCHES):
+        if not left or time.time() > until:
+            break
+        jobs = out.with_suffix(".jobs.json")
+        jobs.write_text(json.dumps(left))
+        speeds = ",".join(map(str, left[0]["speeds"]))
+        lab_options = ["--mechanism", bed.mechanism, "--ranks", speeds]
+        arguments = ["--out", str(out), "--jobs", str(jobs), "--device", bed.device, "--until", str(until)]
+        arguments += ["--backend", launch.backend] if launch.backend else []
+        note = launching.run_in_lab(lab_options, script, arguments, limit_s=until + 30 - time.time())
+        jobs.unlink()
+        told = {result["number"]: result for result in launching.read(out)}
+        said_why = any("failed" in told[job["number"]] for job in left if job["number"] in told)
+        left = [job for job in left if job["number"] not in told]
+        if left and not said_why:
+            _fail(out, left.pop(0), note or "ended without a result")
+    for job in left:
+        _fail(out, job, "passed over: the time was up, or too many launches had failed")
+
+
+def _fail(out: Path, job: Job, why: str) -> None:
+    with out.open("a") as file:
+        file.write(json.dumps({**job, **job["keywords"], "job": job["name"], "failed": why}) + "\n")
+
+
+def commit() -> str:
+    """Return the commit that is measured, as far as git knows it."""
+    command = ["git", "-C", str(launching.ROOT), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """Return what was measured as a table for people."""
-    forms = {"overhead": _overhead_line, "limit": _limit_line}
-    return "\n".join(forms.get(r["job"], json.dumps)(r) for r in results)
+    """Return what was measured, a line or two per job."""
+    return "\n".join(_line(result) for result in results)
 
 
-def _overhead_line(r: dict[str, Any]) -> str:
-    cells = [
-        f"{variant} {apart:+.2f} ms ({apart / r['raw_ms']:+.2%}, mean {r['mean_ms'][variant] / r['raw_ms']:+.2%})"
-        for variant, apart in r["median_ms"].items()
-        if variant != "raw"
-    ]
-    head = f"overhead {r['model']} b={r['local_batch']} on {r['ranks']} ranks, {r['rounds']} rounds"
-    return f"{head}: raw {r['raw_ms']:.2f} ms (IQR {r['spread_pct']:.1f}%); paired: {'; '.join(cells)}"
+def _line(r: dict[str, Any]) -> str:
+    head = f"{r['job']:9} {r.get('kind', ''):11} B={r.get('total', '-'):<5} {'/'.join(f'{v:g}' for v in r['speeds'])}"
+    if "failed" in r:
+        return f"{head}: FAILED, {r['failed']}"
+    return f"{head}: {_WORDS[r['job']](r)}"
 
 
-def _limit_line(r: dict[str, Any]) -> str:
-    best_ms = r["split_ms"]["best"]
-    cells = [f"{name} {ms:.1f} ms ({ms / best_ms:.3f}) {r['splits'][name]}" for name, ms in r["split_ms"].items()]
+def _limit_words(r: dict[str, Any]) -> str:
+    over = "  ".join(f"{name} {ratio:.3f}" for name, ratio in r["over_best"].items() if name not in ("best", "control"))
+    lb_bsp = "settled" if r["lb_bsp_settled"] else "not settled"
+    error, worst = r["prediction_error_median"], r["prediction_error_worst"]
+    predicted = "no plan lasted long enough" if error is None else f"off by {error:.1%}, at worst {worst:.1%}"
     return (
-        f"limit B={r['total']}: {'; '.join(cells)}; of {r['num_candidates']} splits; "
-        f"predicted {r['predicted_ms']:.1f}, running {r['running_ms']:.1f} ms ({r['prediction_error_pct']:.1f}%); "
-        f"last change at step {r['settled_at']}; LB-BSP after {r['lb_bsp_windows']} moves"
+        f"best {r['split_ms']['best']:.1f} ms {tuple(r['splits']['best'])}; over it: {over}; "
+        f"control {r['control_over_ours'] - 1:+.1%}, IQR {r['iqr_pct']['ours']:.1f}%; "
+        f"use {r['use']['ours']:.0%} (even {r['use']['even']:.0%}, best {r['use']['best']:.0%}); predicted before: "
+        f"{predicted}; {r['changes_after_60']} changes after step 60 of {r['steps']}; "
+        f"LB-BSP {lb_bsp} after {r['lb_bsp_moves']} moves in {r['lb_bsp_steps']} steps"
     )
 
 
+def _settling_words(r: dict[str, Any]) -> str:
+    over = " ".join(f"{ratio:.3f}" for ratio in r["over_best_at_30"])
+    return (
+        f"at step 30 {over} of the best, {r['split_ms']['best']:.1f} ms {tuple(r['splits']['best'])}; "
+        f"even {r['over_best']['even']:.2f}; control {r['control_over_ours'] - 1:+.1%}"
+    )
+
+
+def _overhead_words(r: dict[str, Any]) -> str:
+    raw, cells = r["raw_ms"], []
+    for variant, apart in r["median_ms"].items():
+        mean, young = r["mean_ms"][variant] / raw, r["young_median_ms"][variant] / raw
+        if variant != "raw":
+            told = f"{apart / raw:+.2%}, mean {mean:+.2%}, in the first 60 steps {young:+.2%}"
+            cells.append(f"{variant} {apart:+.2f} +- {r['error_ms'][variant]:.2f} ms ({told})")
+    sent = "bf16" if r["compressed"] else "fp32"
+    return f"b={r['local_batch']}, {sent}: DDP {raw:.2f} ms (IQR {r['iqr_pct']:.1f}%); paired: {'; '.join(cells)}"
+
+
+def _hook_words(r: dict[str, Any]) -> str:
+    times = ", ".join(f"{name} {us:.0f} us" for name, us in r["hook_us"].items())
+    return f"per bucket of {r['buckets']}: {times}"
+
+
+def _truth_words(r: dict[str, Any]) -> str:
+    told = "; ".join(
+        f"over {truth} " + ", ".join(f"{part} {' '.join(f'{x:.3f}' for x in xs)}" for part, xs in ratios.items())
+        for truth, ratios in (("added", r["learned_over_added"]), ("alone", r["learned_over_alone"]))
+    )
+    return (
+        f"backend {r['backend'] or 'not named'} ({r['carries']}): at step 30 {tuple(r['at_30'])}, at the end "
+        f"{tuple(r['split'])}; learned {told}; communication over all-reduces alone {r['learned_over_all_reduce']:.3f}"
+    )
+
+
+def _stability_words(r: dict[str, Any]) -> str:
+    load = f"; under load {r['changes_under_load']} changes" if "changes_under_load" in r else ""
+    path = " ".join(f"{step}:{'/'.join(map(str, split))}" for step, split in r["plan_path"][-6:])
+    return (
+        f"{r['running_ms']:.1f} ms (IQR {r['running_iqr_pct']:.1f}%), {r['changes_after_60']} changes after step 60 of "
+        f"{r['steps']}{load}; last plans {path}"
+    )
+
+
+_WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "limit": _limit_words,
+    "settling": _settling_words,
+    "overhead": _overhead_words,
+    "hook": _hook_words,
+    "truth": _truth_words,
+    "record": lambda r: f"{r['steps']} steps, {r['buckets']} buckets in {r['file']}",
+    "stability": _stability_words,
+    "noisy": _stability_words,
+    "sharing": lambda r: json.dumps({name: r[name] for name in ("before_ms", "after_ms", "best_ms", "over_best")}),
+}
+
+
 def main(argv: list[str] | None = None) -> None:
-    """Run the parts named, or all."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    """Run the parts named, or those that fit into ten minutes."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("parts", nargs="*", default=[], metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--mechanism", choices=("gpu", "mps"), default="gpu")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--networks", default=",".join(NETWORKS), help="with commas between")
+    parser.add_argument("--only", default="", help="numbers of jobs, with commas between, as the lines of --out have")
+    parser.add_argument("--within", type=float, default=570.0, metavar="S", help="seconds for all of it")
     parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "cannikin-gpu.jsonl")
-    parser.add_argument("--limit-s", type=float, default=280.0, help="seconds for each launch")
     options = parser.parse_args([] if argv is None else argv)
-    if shutil.which("nvidia-cuda-mps-control") is None:
-        print("gpu: skipped, there is no NVIDIA GPU with MPS here")
+    mechanism = "portable" if options.device == "cpu" else options.mechanism
+    missing = MECHANISMS[mechanism].unavailable()
+    if missing is not None:
+        print(f"gpu: skipped, {missing}")
         return
+    until = time.time() + options.within
     launching.empty(options.out)
-    script = Path(__file__).with_name("gpu_ranks.py")
-    for part in options.parts or ("overhead", "limit", "sharing"):  # within ten minutes
-        for shares, jobs in PARTS[part]:
-            lab_options = ["--mechanism", "mps", "--ranks", ",".join(map(str, shares))]
-            arguments = ["--out", str(options.out), "--jobs", json.dumps(jobs)]
-            note = launching.run_in_lab(lab_options, script, arguments, limit_s=options.limit_s)
-            if note:
-                print(f"{part} on shares {shares} {note}", file=sys.stderr)
-    print(table(launching.read(options.out)))
+    bed = Bed(mechanism=mechanism, device=options.device, networks=options.networks.split(","))
+    launches = [launch for part in options.parts or DEFAULT[mechanism] for launch in PARTS[part](bed)]
+    version, wanted = commit(), {int(number) for number in options.only.split(",") if number}
+    for number, job in enumerate(job for launch in launches for job in launch.jobs):
+        job |= {"number": number, "commit": version, "mechanism": mechanism}
+    for launch in launches:
+        jobs = [job for job in launch.jobs if not wanted or job["number"] in wanted]
+        run(Launch(jobs=jobs, backend=launch.backend), bed, options.out, until)
+    results = launching.read(options.out)
+    print(f"commit {version}, mechanism {mechanism}, device {options.device}\n{table(results)}")
 
 
 if __name__ == "__main__":

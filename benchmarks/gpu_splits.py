@@ -1,113 +1,186 @@
-"""What ours settles on, on ranks that share one GPU, beside the best split that a search finds."""
+"""What ours settles on, on ranks of one device, beside the best split that a search finds: jobs of `gpu_ranks`."""
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu_steps import Images, step_seconds, train
+from benchmarks.gpu_steps import Alone, Run, Split, agreed, agreed_split, by_turns, set_speed, train, use_of_hardware
+from benchmarks.gpu_tasks import Task
+from cannikin.core.planner import Decision
 from cannikin.core.policies import LbBspPlanner
-from cannikin.core.values import Job, StepWindow
+from cannikin.core.split import optimal_split
+from cannikin.core.values import Job, Plan, StepWindow
 from cannikin.runlog import EventRecord, Record
 
+AT = 30  # the step by which a run is to have settled
+LATE = 60  # plan changes from here on are to be few
 
-def limit(total: int, steps: int, largest: int) -> dict[str, Any]:
-    """Train from an even start, then measure our split beside plain DDP's, LB-BSP's and the best of a search."""
-    job, n, rank = Images(min(total, largest)), dist.get_world_size(), dist.get_rank()
-    model, optimizer, seconds, made = train(job, total, steps)
-    plans = [plan.local_batches for plan in made]
-    predicted = [plan.predicted_step_s or float("nan") for plan in made]
-    settled = next(i for i in range(len(plans)) if len(set(plans[i:])) == 1)
-    ours = plans[-1]
-    fitted = model.engine.coordinator.planner.model().cluster if rank == 0 else None
-    lb_bsp, lb_windows = _lb_bsp(fitted, total, n) if rank == 0 else (ours, 0)
-    lb_bsp = _from_first(lb_bsp)
-    even = tuple(total // n + (i < total % n) for i in range(n))
-    named = {"even": even, "lb-bsp": lb_bsp, "ours": ours, "ours at step 30": plans[30]}
-    measured = _search(job, model, optimizer, rank, total, named)
-    tail = np.array(seconds[-100:])
+
+def limit(
+    kind: str,
+    total: int,
+    speeds: Sequence[float],
+    *,
+    steps: int,
+    lb_steps: int,
+    moved: Sequence[float],
+    search_s: float,
+    device: str,
+) -> dict[str, Any]:
+    """Train under ours, then under LB-BSP, and measure their splits beside plain DDP's and the best of a search."""
+    task = Task(kind, largest=total, device=device)
+    run = train(task, total, steps)
+    lb = _train_lb_bsp(task, total, lb_steps)
+    named = {"even": _even(total), "lb-bsp": lb.splits[-1], "ours": run.splits[-1], "ours at 30": _at(run, AT)}
+    found = _search(task, run, named, _proportional(total, speeds), moved, search_s)
+    alone, use = Alone(task), {}
+    for name in ("even", "ours", "best"):
+        split = found["splits"][name]
+        own = alone.measure(split).step_s
+        use[name] = use_of_hardware(split, found["split_ms"][name] / 1e3, own)
+    errors = [abs(each["error"]) for each in run.predictions()]
     return {
-        "total": total,
-        **measured,
-        "settled_at": settled,
-        "lb_bsp_windows": lb_windows,
-        "predicted_ms": 1e3 * float(np.median(predicted[-100:])),
+        **found,
+        "use": use,
+        "lb_bsp_steps": len(lb.plans),
+        "lb_bsp_moves": len(lb.first_steps) - 1,
+        "lb_bsp_settled": len(lb.plans) < lb_steps,
+        **about(run),
+        "predictions": run.predictions(),
+        "prediction_error_median": float(np.median(errors)) if errors else None,
+        "prediction_error_worst": max(errors, default=None),
+    }
+
+
+def about(run: Run) -> dict[str, Any]:
+    """Return a run's plans and the times of its last steps."""
+    tail, last = run.seconds[-50:], run.plans[-1].predicted_step_s
+    return {
+        "steps": len(run.plans),
+        "settled_at": run.first_steps[-1],
+        "changes_after_60": sum(step > LATE for step in run.first_steps),
         "running_ms": 1e3 * float(np.median(tail)),
-        "prediction_error_pct": 100 * abs(float(np.median(predicted[-100:])) / float(np.median(tail)) - 1),
-        "plan_path": [(i, plans[i]) for i in range(len(plans)) if _new(plans, i)],
+        "running_iqr_pct": _iqr_pct(tail),
+        "predicted_ms": None if last is None else 1e3 * last,
+        "plan_path": run.path(),
     }
 
 
-def settling(total: int, runs: int, steps: int, rounds: int) -> dict[str, Any]:
-    """Measure, over several runs, how good the split at step 30 is and what a change of batches costs.
+def settling(
+    kind: str,
+    total: int,
+    speeds: Sequence[float],
+    *,
+    starts: int,
+    steps: int,
+    moved: Sequence[float],
+    search_s: float,
+    device: str,
+) -> dict[str, Any]:
+    """Measure how good the split at step 30 is in several runs from an even start; the best of a search beside it."""
+    task = Task(kind, largest=total, device=device)
+    runs = [train(task, total, steps) for _ in range(starts)]
+    at_30 = {f"start {k}": _at(run, AT) for k, run in enumerate(runs)}
+    first = runs[0]
+    named = {"even": _even(total), **at_30, "ours": first.splits[-1]}
+    found = _search(task, first, named, _proportional(total, speeds), moved, search_s)
+    return {**found, "over_best_at_30": [found["over_best"][name] for name in at_30], "plan_path": first.path()}
 
-    The splits are measured beside the best four of a search, and those four a second time as the control.
+
+def stability(kind: str, total: int, speeds: Sequence[float], *, steps: int, device: str) -> dict[str, Any]:
+    """Train for long at one total, and return where plans went."""
+    return about(train(Task(kind, largest=total, device=device), total, steps))
+
+
+def noisy(
+    kind: str,
+    total: int,
+    speeds: Sequence[float],
+    *,
+    sample_ms: float,
+    steps: int,
+    disturbed: int,
+    start: int,
+    slower: float,
+    device: str,
+) -> dict[str, Any]:
+    """Train beside a neighbour who takes one rank's device away every other step, at random, from `start` on.
+
+    The disturbed rank has 1/`slower` of its speed in those steps.
     """
-    rank, at_30, costs = dist.get_rank(), [], []
-    for _ in range(runs):
-        job = Images(total)
-        model, optimizer, seconds, made = train(job, total, steps)
-        plans = [plan.local_batches for plan in made]
-        usual = float(np.median(seconds[15:]))
-        costs += [seconds[i] / usual - 1 for i in range(1, steps) if plans[i] != plans[i - 1]]
-        at_30.append(plans[30])
-    middle = sorted(at_30)[runs // 2]
-    tried = sorted({*at_30, *_around(middle, (0.02, 0.05), total)})
-    first = dict(zip(tried, _interleaved(job, model, optimizer, rank, tried, 15), strict=True))
-    best = sorted(tried, key=first.__getitem__)[:4]
-    measured = [*best, *best, *at_30]
-    again = _interleaved(job, model, optimizer, rank, measured, rounds)
-    best_s = min((x + y) / 2 for x, y in zip(again[:4], again[4:8], strict=True))
+    rng, rank, told = np.random.default_rng(3), dist.get_rank(), _Changes()
+
+    def disturb(step: int) -> None:
+        if step >= start and rank == disturbed:
+            set_speed(speeds[rank] / (slower if rng.random() < 0.5 else 1.0), sample_ms)
+
+    run = train(Task(kind, largest=total, device=device), total, steps, before=disturb, observers=[told])
+    set_speed(speeds[rank], sample_ms)
     return {
-        "total": total,
-        "best_ms": 1e3 * best_s,
-        "best": best,
-        "at_30": at_30,
-        "excess_at_30": [seconds / best_s - 1 for seconds in again[8:]],
-        "control": [x / y - 1 for x, y in zip(again[:4], again[4:8], strict=True)],
-        "cost_of_a_change": float(np.median(costs)),
+        **about(run),
+        "start": start,
+        "before_ms": 1e3 * float(np.median(run.seconds[max(0, start - 50) : start])),
+        "changes_under_load": sum(step > start for step in run.first_steps),
+        "changes_of_speed": told.changes,
     }
 
 
-def sharing(total: int, steps: int, disturbed: int, start: int, rounds: int) -> dict[str, Any]:
+def sharing(
+    kind: str,
+    total: int,
+    speeds: Sequence[float],
+    *,
+    steps: int,
+    disturbed: int,
+    start: int,
+    rounds: int,
+    device: str,
+) -> dict[str, Any]:
     """Begin a second load on one rank's share in mid-run, and measure the splits that follow while it goes on.
 
-    Beside them are measured splits around the last, and such as give the disturbed rank next to nothing.
+    Beside them are measured splits around the last, and some that give the disturbed rank next to nothing. For shares
+    of a GPU by MPS: where ranks spin, such a load disturbs all of them.
     """
-    rank, job = dist.get_rank(), Images(total)
-    load, told = _Load(), _Changes()
+    rank, task = dist.get_rank(), Task(kind, largest=total, device=device)
+    load, told = _Load(device), _Changes()
 
     def disturb(step: int) -> None:
         if step == start and rank == disturbed:
             load.start()
 
-    model, optimizer, seconds, made = train(job, total, steps, disturb, [told])
-    plans = [plan.local_batches for plan in made]
-    before, ended = plans[start - 1], plans[-1]
-    spared = [_with(ended, disturbed, size) for size in (1, total // 48, total // 24)]
-    tried = list(dict.fromkeys([before, *plans[start : start + 31], ended, *spared, *_around(ended, (0.02,), total)]))
-    measured = dict(zip(tried, _interleaved(job, model, optimizer, rank, tried, rounds), strict=True))
+    run = train(task, total, steps, before=disturb, observers=[told])
+    splits, seconds = run.splits, run.seconds
+    last = min(len(splits), start + 31)
+    before, ended = splits[start - 1], splits[-1]
+    spared = [_with(ended, disturbed, size) for size in (2, max(2, total // 48), max(2, total // 24))]
+    tried = list(dict.fromkeys([before, *splits[start:last], ended, *spared, *around(ended, (0.02,))]))
+    medians = np.median(by_turns(task, run.model, run.optimizer, tried, rounds), axis=0)
+    measured = dict(zip(tried, medians.tolist(), strict=True))
     load.stop.set()
     best = min(tried, key=measured.__getitem__)
     over = {split: measured[split] / measured[best] for split in tried}
-    after = np.array(seconds[start:])
+    after = seconds[start:]
     return {
         "disturbed_rank": disturbed,
-        "before_ms": 1e3 * float(np.median(seconds[start - 50 : start])),
+        "before_ms": 1e3 * float(np.median(seconds[max(0, start - 50) : start])),
         "steps_ms": {f"{i} to {j}": 1e3 * float(np.median(after[i:j])) for i, j in ((0, 15), (15, 30), (30, 60))},
         "after_ms": 1e3 * float(np.median(seconds[-50:])),
         "best": best,
         "best_ms": 1e3 * measured[best],
-        "over_best": [(i - start, plans[i], over[plans[i]]) for i in range(start, start + 31) if _new(plans, i)],
+        "over_best": [
+            (step - start, splits[step], over[splits[step]]) for step in run.first_steps if start <= step < last
+        ],
         "over_best_before_and_at_the_end": [(before, over[before]), (ended, over[ended])],
-        "changes": told.changes[-5:],
-        "plan_path": [(i, plans[i]) for i in range(len(plans)) if _new(plans, i)],
+        "changes_of_speed": told.changes[-5:],
+        "plan_path": run.path(),
     }
 
 
@@ -125,11 +198,17 @@ class _Changes:
 class _Load(threading.Thread):
     """Matrix products without end on this rank's share, from `start()` until `stop` is set."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
         super().__init__(daemon=True)
         self.stop = threading.Event()
+        self._device = device
 
     def run(self) -> None:
+        if self._device == "cpu":
+            matrix = torch.randn(256, 256)
+            while not self.stop.is_set():
+                matrix @ matrix
+            return
         stream = torch.cuda.Stream()
         matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
         with torch.cuda.stream(stream):
@@ -138,7 +217,136 @@ class _Load(threading.Thread):
                 stream.synchronize()
 
 
-def _with(split: tuple[int, ...], rank: int, size: int) -> tuple[int, ...]:
+class QuickLbBsp(LbBspPlanner):
+    """LB-BSP that gets to where it stops within a benchmark's time.
+
+    Its first moves are of 1/16 of the total, and halve whenever none of that size helps, down to its own 5 samples
+    (1/400 of a large total). Windows stay short. So it ends on a split that LB-BSP as it is would keep.
+    """
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job, samples_moved=max(5, job.batch_size // 16))
+        self._fewest = max(5, job.batch_size // 400)
+
+    def decide(self, window: StepWindow | None, job: Job, step: int) -> Decision:
+        before = self._plan
+        decision = super().decide(window, job, step)
+        was_in_force = window is not None and tuple(window.local_batches[-1].tolist()) == before.local_batches
+        if was_in_force and decision.plan.local_batches == before.local_batches:
+            self._samples_moved = max(self._fewest, self._samples_moved // 2)
+        return replace(decision, settled=False)
+
+
+def _train_lb_bsp(task: Task, total: int, steps: int) -> Run:
+    """Train under LB-BSP until it has not moved for 35 steps."""
+    planner = QuickLbBsp(Job(num_ranks=dist.get_world_size(), batch_size=total))
+
+    def is_over(plans: list[Plan]) -> bool:
+        return len(plans) >= 40 and len({plan.local_batches for plan in plans[-35:]}) == 1
+
+    return train(task, total, steps, is_over=is_over, policy=planner)
+
+
+def _search(
+    task: Task, run: Run, named: dict[str, Split], guess: Split, moved: Sequence[float], search_s: float
+) -> dict[str, Any]:
+    """Measure splits around ours and around the optimum, by turns: all, then the best of them, then beside the named.
+
+    Args:
+        task, run: what trained; its model takes the steps.
+        named: splits to report, "ours" among them.
+        guess: the optimum of ranks that take no time but per sample.
+        moved: shares of the total that are moved from rank to rank of ours, the first of them of the optimum too.
+        search_s: seconds to spend, about.
+    """
+    device, total = task.device, sum(guess)
+    step_s = float(agreed(float(np.median(run.seconds[-50:])), device))
+    ours = named["ours"]
+    optimum = agreed_split(_model_optimum(run, total, otherwise=ours), device)
+    near = [*around(ours, moved), *(around(optimum, moved[:1]) if optimum != ours else [])]
+    tried = list(dict.fromkeys([*named.values(), guess, optimum, *near]))
+    measure = _Measured(task, run)
+    measure.more(tried, _rounds(0.25 * search_s, step_s, len(tried), least=3))
+    best = measure.best(tried, 6)
+    measure.more(best, _rounds(0.15 * search_s, step_s, len(best), least=3))
+    # The control is our split under another name: what it differs by is what this measurement cannot tell.
+    # The smallest of several medians is too small: beside it is reported the split that was picked before.
+    picked = measure.best(best, 1)[0]
+    distinct = list(dict.fromkeys([*named.values(), *measure.best(best, 3)]))
+    final = [*distinct, ours]
+    seconds = by_turns(
+        task, run.model, run.optimizer, final, _rounds(0.6 * search_s, step_s, len(final), least=8), seed=2
+    )
+    medians = np.median(seconds, axis=0)
+    best_at = int(medians[:-1].argmin())
+    rows = {**{name: distinct.index(split) for name, split in named.items()}, "best": best_at}
+    rows |= {"picked": distinct.index(picked), "control": len(distinct)}
+    return {
+        "num_splits": len(tried),
+        "steps_each": len(seconds),
+        "splits": {name: final[k] for name, k in rows.items()},
+        "split_ms": {name: 1e3 * float(medians[k]) for name, k in rows.items()},
+        "iqr_pct": {name: _iqr_pct(seconds[:, k]) for name, k in rows.items()},
+        "over_best": {name: float(medians[k] / medians[best_at]) for name, k in rows.items()},
+        "control_over_ours": float(medians[-1] / medians[rows["ours"]]),
+        "model_optimum": optimum,
+    }
+
+
+class _Measured:
+    """All seconds measured of each split so far."""
+
+    def __init__(self, task: Task, run: Run) -> None:
+        self._task, self._run = task, run
+        self._seconds: dict[Split, list[float]] = {}
+
+    def more(self, splits: list[Split], rounds: int) -> None:
+        """Measure these some more, but for a first round: new sizes are slow."""
+        taken = by_turns(self._task, self._run.model, self._run.optimizer, splits, rounds, seed=len(self._seconds))
+        for split, seconds in zip(splits, taken.T.tolist(), strict=True):
+            self._seconds.setdefault(split, []).extend(seconds if split in self._seconds else seconds[1:])
+
+    def best(self, splits: list[Split], num_best: int) -> list[Split]:
+        """Return the quickest of these."""
+        return sorted(splits, key=lambda split: float(np.median(self._seconds[split])))[:num_best]
+
+
+def _rounds(seconds: float, step_s: float, num_splits: int, *, least: int) -> int:
+    """Return how many rounds of this many steps fit into the time; some in any case."""
+    return max(least, min(60, round(seconds / (step_s * num_splits))))
+
+
+def _model_optimum(run: Run, total: int, *, otherwise: Split) -> Split:
+    """Return the best split of the model that rank 0 has learned; `otherwise` elsewhere, or where it has none."""
+    planner: Any = run.model.engine.coordinator.planner
+    cluster = planner.model().cluster if dist.get_rank() == 0 else None
+    return otherwise if cluster is None else optimal_split(cluster, total).local_batches
+
+
+def around(split: Split, shares: Sequence[float]) -> list[Split]:
+    """Return this split with these shares of the total moved from each rank to each other."""
+    splits = []
+    for share, (i, j) in itertools.product(shares, itertools.permutations(range(len(split)), 2)):
+        moved, count = list(split), max(1, round(share * sum(split)))
+        moved[i], moved[j] = moved[i] + count, moved[j] - count
+        if min(moved) >= 2:  # BatchNorm refuses one sample
+            splits.append(tuple(moved))
+    return splits
+
+
+def _even(total: int) -> Split:
+    n = dist.get_world_size()
+    return tuple(total // n + (i < total % n) for i in range(n))
+
+
+def _proportional(total: int, speeds: Sequence[float]) -> Split:
+    """Return the split in proportion to the speeds."""
+    batches = [max(2, int(total * speed / sum(speeds))) for speed in speeds]
+    batches[int(np.argmax(batches))] += total - sum(batches)
+    return tuple(batches)
+
+
+def _with(split: Split, rank: int, size: int) -> Split:
     """Return this split with another batch for one rank, the others in their proportions."""
     rest, total = sum(split) - split[rank], sum(split)
     others = [round(batch * (total - size) / rest) for batch in split]
@@ -147,85 +355,19 @@ def _with(split: tuple[int, ...], rank: int, size: int) -> tuple[int, ...]:
     return tuple(others)
 
 
-def _new(plans: Sequence[tuple[int, ...]], step: int) -> bool:
-    return step == 0 or plans[step] != plans[step - 1]
+def _at(run: Run, step: int) -> Split:
+    return run.splits[min(step, len(run.splits) - 1)]
 
 
-def _lb_bsp(cluster: Any, total: int, n: int) -> tuple[tuple[int, ...], int]:
-    """Return LB-BSP's last split on compute times of the fitted model, and its number of moves."""
-    job = Job(num_ranks=n, batch_size=total)
-    planner = LbBspPlanner(job)
-    plan, moves = planner.decide(None, job, 0).plan, 0
-    for moves in range(3000):
-        batches = np.array([plan.local_batches])
-        before, backward = (curve.at(batches) for curve in (cluster.forward, cluster.backward))
-        window = StepWindow(
-            first_step=moves,
-            local_batches=batches,
-            before_s=before,
-            ready_s=backward[..., None],
-            done_s=backward[..., None],
-            local_sqnorm=np.full((1, n), np.nan),
-            global_sqnorm=np.full(1, np.nan),
-        )
-        new = planner.decide(window, job, moves + 1).plan
-        if new.local_batches == plan.local_batches:
-            break
-        plan = new
-    return plan.local_batches, moves
+def _iqr_pct(seconds: np.ndarray) -> float:
+    """Return the distance between the quartiles as a part of the median, in per cent."""
+    return float(100 * np.subtract(*np.percentile(seconds, [75, 25])) / np.median(seconds))
 
 
-def _from_first(split: tuple[int, ...]) -> tuple[int, ...]:
-    values = torch.tensor(split)
-    dist.broadcast(values, 0)
-    return tuple(values.tolist())
-
-
-def _search(
-    job: Any,
-    model: Any,
-    optimizer: Any,
-    rank: int,
-    total: int,
-    named: dict[str, tuple[int, ...]],
-) -> dict[str, Any]:
-    """Measure splits around ours, interleaved, then the best few again beside those that have a name."""
-    tried = sorted({*named.values(), *_around(named["ours"], (0.01, 0.03, 0.08), len(job.images))})
-    first = dict(zip(tried, _interleaved(job, model, optimizer, rank, tried, 10), strict=True))
-    chosen = list(dict.fromkeys([*named.values(), *sorted(tried, key=first.__getitem__)[:4]]))
-    again = dict(zip(chosen, _interleaved(job, model, optimizer, rank, chosen, 60), strict=True))
-    best = min(chosen, key=again.__getitem__)
-    return {
-        "num_candidates": len(tried),
-        "splits": {**named, "best": best},
-        "split_ms": {name: 1e3 * again[split] for name, split in {**named, "best": best}.items()},
-    }
-
-
-def _around(split: tuple[int, ...], shares: Sequence[float], most: int) -> list[tuple[int, ...]]:
-    """Return this split with these shares of the total moved from each rank to each other."""
-    splits = []
-    for share, (i, j) in itertools.product(shares, itertools.permutations(range(len(split)), 2)):
-        moved = list(split)
-        moved[i] += max(1, round(share * sum(split)))
-        moved[j] -= max(1, round(share * sum(split)))
-        if min(moved) >= 1 and max(moved) <= most:
-            splits.append(tuple(moved))
-    return splits
-
-
-def _interleaved(
-    job: Any, model: Any, optimizer: Any, rank: int, splits: list[tuple[int, ...]], rounds: int
-) -> list[float]:
-    """Measure the median step time of each split, in random order within each round."""
-    rng = np.random.default_rng(1)
-    seconds = np.zeros((rounds, len(splits)))
-    for r in range(rounds):
-        for k in rng.permutation(len(splits)):
-            split = splits[k]
-            model.use_batch(split[rank], sum(split))
-            seconds[r, k] = step_seconds(job, model, optimizer, split[rank])
-    medians = torch.from_numpy(np.median(seconds, axis=0))
-    dist.broadcast(medians, 0)  # every rank must choose the same
-    chosen: list[float] = medians.tolist()
-    return chosen
+JOBS: dict[str, Callable[..., dict[str, Any]]] = {
+    "limit": limit,
+    "settling": settling,
+    "stability": stability,
+    "noisy": noisy,
+    "sharing": sharing,
+}

@@ -13,7 +13,13 @@ ROOT = Path(__file__).parent.parent
 
 
 def run_in_lab(
-    lab_options: list[str], script: Path, arguments: list[str], *, limit_s: float, log: IO[str] | None = None
+    lab_options: list[str],
+    script: Path,
+    arguments: list[str],
+    *,
+    limit_s: float,
+    log: IO[str] | None = None,
+    environment: dict[str, str] | None = None,
 ) -> str:
     """Run a script on ranks of `cannikin lab`, and return "" where it ended well, else how it ended.
 
@@ -22,11 +28,13 @@ def run_in_lab(
         script: and its `arguments`; it finds this package.
         limit_s: seconds after which it is given up.
         log: takes what it prints; where left out that is seen.
+        environment: what to add to this process's own for it.
     """
     command = [sys.executable, "-m", "cannikin", "lab", *lab_options, "--", str(script), *arguments]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    inherited = {**os.environ, **(environment or {}), "PYTHONPATH": path}
     streams: dict[str, Any] = {} if log is None else {"stdout": log, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(command, env=environment, **streams) as lab:
+    with subprocess.Popen(command, env=inherited, **streams) as lab:
         try:
             status = lab.wait(limit_s)
         except subprocess.TimeoutExpired:
