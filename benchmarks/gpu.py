@@ -5,16 +5,16 @@ samples, `--mechanism mps` shares of the GPU and gloo, `--device cpu` small netw
 benchmark out. Every result goes to --out as a line of JSON as soon as it is there, what fails is launched anew without
 the job that failed, no job begins that would end after --within seconds, and a table comes last.
 
-Parts, with what they are guessed to take on an H200 (minutes; each launch about 15 s of it):
+Parts, with the minutes that they are guessed to take on an H200 (each launch is 15 s of them):
 
     limit       even, LB-BSP really run, ours and the best found, on two shapes and two totals of each network:
-                `limit --networks resnet18,neumf,resnet50,deepspeech2` 7, `--networks bert` 5, `--networks gpt2-small` 5
-    settling    the split at step 30 of 42 starts on 21 random shapes of 2, 3 and 4 ranks                          6
-    overlap     the same as limit, where devices differ in their ratio of forward to backward                    1.5
-    overhead    plain DDP beside ours with an even plan; the hook's own time                                       2
-    forms       no backend named, "nccl", "cpu:gloo,cuda:nccl": plans, and what was learned beside the truth     1.5
-    record      every step's measurements as JSON, for work on the learner                                       2.5
-    stability   plans of 300 steps where communication decides, and beside a neighbour who comes and goes        1.5
+                `limit --networks resnet18,neumf,resnet50,deepspeech2` 8, `--networks bert` 6, `--networks gpt2-small` 6
+    settling    the split at step 30 of 42 starts, on 21 random shapes of 2, 3 and 4 ranks                         6
+    overlap     as limit, where devices differ in their ratio of forward to backward                             1.5
+    overhead    plain DDP beside ours with an even plan, and the hook's own time                                   4
+    forms       no backend named, "nccl", "cpu:gloo,cuda:nccl": plans, and what was learned beside the truth       2
+    record      every step's measurements as JSON, for work on the learner                                       1.5
+    stability   plans of 300 steps where communication decides, and beside a neighbour who comes and goes          1
     sharing     a load that begins on one share in mid-run (mps)                                                   1
 
 Time to accuracy is `python -m benchmarks.gpu_accuracy`.
@@ -187,35 +187,24 @@ def settling(bed: Bed) -> list[Launch]:
 
 
 def overhead(bed: Bed) -> list[Launch]:
-    """ResNet-50 on three ranks; BERT-base on two and in bfloat16, so that its gradients take less than 100 ms."""
-    rounds = 12 if bed.small else 160
-    few = ["raw", "control", "ours"]
-    three = [
-        bed.job(
-            "overhead",
-            "resnet50",
-            (1.0,) * 3,
-            num_steps=3 * rounds,
-            spins=False,
-            local_batch=24,
-            variants=few,
-            rounds=rounds,
-        ),
-        bed.job("hook", "resnet50", (1.0,) * 3, num_steps=200, spins=False, local_batch=24, steps=bed.steps(100)),
-    ]
+    """ResNet-50 on three ranks, BERT-base on two: gradients in bfloat16, of less than 100 ms, and as they are."""
+    rounds, few = 12 if bed.small else 160, ["raw", "control", "ours"]
+
+    def compared(kind: str, num_ranks: int, local_batch: int, rounds: int, pace: float, **others: Any) -> Job:
+        keywords = {"local_batch": local_batch, "variants": few, "rounds": rounds, **others}
+        return bed.job("overhead", kind, (1.0,) * num_ranks, num_steps=pace * 3 * rounds, spins=False, **keywords)
+
+    def hooked(kind: str, num_ranks: int, local_batch: int, pace: float) -> Job:
+        steps = bed.steps(85)
+        keywords = {"local_batch": local_batch, "steps": steps}
+        return bed.job("hook", kind, (1.0,) * num_ranks, num_steps=pace * 2 * steps, spins=False, **keywords)
+
+    # Steps of such ranks are guessed to take this part (`pace`) of a step of three that spin.
+    three = [compared("resnet50", 3, 24, rounds, 0.8), hooked("resnet50", 3, 24, 0.8)]
     two = [
-        bed.job(
-            "overhead",
-            "bert",
-            (1.0,) * 2,
-            num_steps=rounds,
-            spins=False,
-            local_batch=8,
-            variants=few,
-            rounds=rounds,
-            compressed=True,
-        ),
-        bed.job("hook", "bert", (1.0,) * 2, num_steps=80, spins=False, local_batch=8, steps=bed.steps(80)),
+        compared("bert", 2, 8, rounds, 0.3, compressed=True),
+        hooked("bert", 2, 8, 0.6),
+        compared("bert", 2, 8, bed.steps(120), 0.6),
     ]
     return [Launch(jobs=jobs, backend=bed.backend) for jobs in (three, two)]
 

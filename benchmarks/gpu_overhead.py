@@ -154,10 +154,9 @@ class _Timed:
         return max(len(step) for steps in self._seconds.values() for step in steps)
 
     def medians_us(self) -> dict[str, float]:
-        """Return the median over steps of the time per bucket, in microseconds; the first ten steps warm up."""
+        """Return the median over steps of the time per bucket, in microseconds."""
         return {
-            kind: 1e6 * float(np.median([np.mean(step) for step in steps[min(10, len(steps) - 1) :]]))
-            for kind, steps in self._seconds.items()
+            kind: 1e6 * float(np.median([np.mean(step) for step in steps])) for kind, steps in self._seconds.items()
         }
 
 

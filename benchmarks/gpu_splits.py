@@ -12,8 +12,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu_steps import Alone, Run, Split, agreed, agreed_split, by_turns, set_speed, train, use_of_hardware
+from benchmarks.gpu_steps import Alone, Run, Split, agreed, agreed_split, by_turns, set_speed, train
 from benchmarks.gpu_tasks import Task
+from cannikin.core.perf import hardware_use
 from cannikin.core.planner import Decision
 from cannikin.core.policies import LbBspPlanner
 from cannikin.core.split import optimal_split
@@ -44,8 +45,7 @@ def limit(
     alone, use = Alone(task), {}
     for name in ("even", "ours", "best"):
         split = found["splits"][name]
-        own = alone.measure(split).step_s
-        use[name] = use_of_hardware(split, found["split_ms"][name] / 1e3, own)
+        use[name] = float(hardware_use(split, alone.measure(split).step_s, found["split_ms"][name] / 1e3))
     errors = [abs(each["error"]) for each in run.predictions()]
     return {
         **found,

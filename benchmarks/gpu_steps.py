@@ -238,15 +238,3 @@ class Alone:
         parts = clock.seconds().reshape(-1, 2)[1:]
         before, backward = gathered(np.median(parts, axis=0).tolist(), self._task.device).T
         return AloneTimes(before_s=before, backward_s=backward)
-
-
-def use_of_hardware(split: Split, step_s: float, alone_s: np.ndarray) -> float:
-    """Return throughput over the sum of what the ranks would do alone at their batches.
-
-        (B / T) / sum_i b_i / t_i
-
-    Example:
-        >>> use_of_hardware((30, 10), 2.0, np.array([1.0, 1.0]))
-        0.5
-    """
-    return float(sum(split) / step_s / (np.array(split) / alone_s).sum())

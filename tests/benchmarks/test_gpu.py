@@ -13,7 +13,7 @@ from benchmarks import gpu, gpu_accuracy, launching
 from benchmarks.gpu_overlap import cluster_of, excess
 from benchmarks.gpu_ranks import JOBS
 from benchmarks.gpu_splits import QuickLbBsp, around
-from benchmarks.gpu_steps import Run, use_of_hardware
+from benchmarks.gpu_steps import Run
 from benchmarks.gpu_tasks import recipe_of
 from benchmarks.gpu_truth import scripted
 from benchmarks.synthetic import Training
@@ -87,11 +87,6 @@ def test_a_prediction_is_what_a_plan_promised_before_it_had_run():
 def test_a_run_knows_at_which_steps_its_splits_changed():
     run = made_run([((4, 4), None)] * 3 + [((6, 2), 1.0)] * 2 + [((4, 4), 1.0)], [1.0] * 6)
     assert run.path() == [(0, (4, 4)), (3, (6, 2)), (5, (4, 4))]
-
-
-def test_use_of_the_hardware_is_one_where_no_rank_waits():
-    assert use_of_hardware((30, 10), 1.0, np.array([1.0, 1.0])) == pytest.approx(1.0)
-    assert use_of_hardware((30, 10), 2.0, np.array([1.0, 1.0])) == pytest.approx(0.5)
 
 
 def test_lb_bsp_in_a_hurry_ends_where_lb_bsp_as_it_is_would_stay():
