@@ -81,6 +81,7 @@ PLAN = PlanRecord(
     reason="rank 1 is slow",
     candidate_totals=(64, 128, 256),
     candidate_goodputs=(640.0, 700.5, None),
+    even_speed=0.75,
 )
 EVENT = EventRecord(
     step=20, kind="eval", text="größer, 'quoted'\nand broken", data={"accuracy": 0.5, "ok": True, "n": 3}
@@ -107,6 +108,13 @@ def written(path: Path) -> Path:
 
 
 # What is written is read again
+
+
+def test_a_plan_of_before_even_speed_was_written_is_read_without_it(path):
+    older = {name: value for name, value in json.loads(line(PLAN)).items() if name != "even_speed"}
+    path.write_bytes(line(HEADER) + json.dumps(older).encode() + b"\n")
+    (found,) = read_runlog(path).plans
+    assert found == msgspec.structs.replace(PLAN, even_speed=None)
 
 
 def test_every_kind_of_record_comes_back_as_it_was(written):

@@ -7,8 +7,11 @@ import dataclasses
 import numpy as np
 import pytest
 
+from benchmarks.synthetic import measure, random_cluster
 from cannikin.core.goodput import choose_total
+from cannikin.core.perf import hardware_use, step_time
 from cannikin.core.planner import Decision, Noise, SpeedChange
+from cannikin.core.split import optimal_split
 from cannikin.core.values import NO_MAX, Job, Plan, StepWindow
 from cannikin.errors import InvalidInputError
 from cannikin.runlog import (
@@ -25,6 +28,7 @@ from cannikin.runlog import (
     replay_window,
     window_record,
 )
+from cannikin.runlog.times import rank_times, use_of
 
 HEADER = Header(cannikin_version="0.1.0", started="", policy="even", world_size=3, job=JobInfo(batch_size=64))
 
@@ -125,6 +129,17 @@ def test_a_replayed_window_is_the_timelines_step(tmp_path, seed):
         np.testing.assert_allclose(getattr(again, name)[0], getattr(window, name)[s], atol=1e-7)
     assert again.valid.all()
     assert np.isnan(again.local_sqnorm).all()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_use_of_the_hardware_that_is_measured_is_the_models_where_nothing_scatters(seed):
+    rng = np.random.default_rng(seed)
+    cluster, total = random_cluster(rng)
+    batches = optimal_split(cluster, total).local_batches
+    record = window_record(measure(cluster, [batches] * 5, rng, noise=0.0, outliers=0.0))
+    compute_s = cluster.forward.at(batches) + cluster.backward.at(batches)
+    modelled = hardware_use(batches, compute_s, step_time(cluster, batches))
+    assert use_of(record.local_batches, rank_times(record)) == pytest.approx(float(modelled), rel=1e-4)
 
 
 def test_plans_jobs_and_noise_become_records():

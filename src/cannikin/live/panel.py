@@ -196,9 +196,10 @@ def _throughput(state: LiveState) -> Line | None:
 
 
 def _use(state: LiveState) -> Line | None:
-    if state.use is None:
+    use = state.use
+    if use is None:
         return None
-    share, rest = use_words(state.use, state.even_speed).split(" ", 1)
+    share, rest = use_words(use, state.even_speed).split(" ", 1)
     return _fact("use", (share, "bold"), (f" {rest}", ""))
 
 
@@ -264,10 +265,6 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
 # One line.
 
 
-def _even_use(state: LiveState) -> str:
-    return f" (DDP {percent(state.use * state.even_speed)})" if state.use and state.even_speed else ""
-
-
 def status_line(state: LiveState) -> str:
     """Return the run as it is now in one line, for a log that no terminal shows.
 
@@ -290,7 +287,9 @@ def status_line(state: LiveState) -> str:
         measured = "step not measured" if window.step_ms is None else f"step {amount(window.step_ms)} ms"
         words.append(measured + ("" if state.predicted_ms is None else f" (predicted {amount(state.predicted_ms)})"))
         words += [f"waiting {state.wait_share:.0%}"] if state.wait_share is not None else []
-        words += [f"use {percent(state.use)}{_even_use(state)}"] if state.use is not None else []
+        use, even_speed = state.use, state.even_speed
+        if use is not None:
+            words.append(f"use {percent(use)}" + (f" (DDP {percent(use * even_speed)})" if even_speed else ""))
         scale = None if window.noise is None else window.noise.noise_scale
         words += [f"noise scale {amount(scale)}"] if scale else []
         words += [f"learning rate x{amount(window.lr_factor)}"] if window.lr_factor is not None else []
