@@ -56,6 +56,7 @@ def cluster_of(kind: str, speeds: Sequence[float], forward_shares: Sequence[floa
         backward=Curve(fixed_s=zeros, per_sample_s=per_sample * (1 - share)),
         gammas=ready,
         tails_s=tails,
+        min_batch=[2] * len(speeds),  # BatchNorm refuses one sample
     )
 
 

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from benchmarks.gpu_overlap import cluster_of
 from benchmarks.gpu_steps import Alone, Run, Split, agreed, agreed_split, by_turns, set_speed, train
 from benchmarks.gpu_tasks import Task
-from cannikin.core.perf import hardware_use
+from cannikin.core.perf import Cluster, hardware_use
 from cannikin.core.planner import Decision
 from cannikin.core.policies import LbBspPlanner
 from cannikin.core.split import optimal_split
@@ -29,6 +30,8 @@ def limit(
     kind: str,
     total: int,
     speeds: Sequence[float],
+    sample_ms: float,
+    forward_shares: Sequence[float],
     *,
     steps: int,
     lb_steps: int,
@@ -41,7 +44,8 @@ def limit(
     run = train(task, total, steps)
     lb = _train_lb_bsp(task, total, lb_steps)
     named = {"even": _even(total), "lb-bsp": lb.splits[-1], "ours": run.splits[-1], "ours at 30": _at(run, AT)}
-    found = _search(task, run, named, _proportional(total, speeds), moved, search_s)
+    known = cluster_of(kind, speeds, forward_shares, sample_ms / 1e3)
+    found = _search(task, run, named, _guesses(known, total, speeds), moved, search_s)
     alone, use = Alone(task), {}
     for name in ("even", "ours", "best"):
         split = found["splits"][name]
@@ -78,6 +82,8 @@ def settling(
     kind: str,
     total: int,
     speeds: Sequence[float],
+    sample_ms: float,
+    forward_shares: Sequence[float],
     *,
     starts: int,
     steps: int,
@@ -91,7 +97,8 @@ def settling(
     at_30 = {f"start {k}": _at(run, AT) for k, run in enumerate(runs)}
     first = runs[0]
     named = {"even": _even(total), **at_30, "ours": first.splits[-1]}
-    found = _search(task, first, named, _proportional(total, speeds), moved, search_s)
+    known = cluster_of(kind, speeds, forward_shares, sample_ms / 1e3)
+    found = _search(task, first, named, _guesses(known, total, speeds), moved, search_s)
     return {**found, "over_best_at_30": [found["over_best"][name] for name in at_30], "plan_path": first.path()}
 
 
@@ -248,23 +255,27 @@ def _train_lb_bsp(task: Task, total: int, steps: int) -> Run:
 
 
 def _search(
-    task: Task, run: Run, named: dict[str, Split], guess: Split, moved: Sequence[float], search_s: float
+    task: Task, run: Run, named: dict[str, Split], guesses: list[Split], moved: Sequence[float], search_s: float
 ) -> dict[str, Any]:
-    """Measure splits around ours and around the optimum, by turns: all, then the best of them, then beside the named.
+    """Measure splits around ours and around what should be the best: all, the best of them, and those with the named.
 
     Args:
         task, run: what trained; its model takes the steps.
         named: splits to report, "ours" among them.
-        guess: the optimum of ranks that take no time but per sample.
-        moved: shares of the total that are moved from rank to rank of ours, the first of them of the optimum too.
+        guesses: splits that should be good.
+        moved: shares of the total that are moved from rank to rank of ours, the first of them of other good splits too.
         search_s: seconds to spend, about.
     """
-    device, total = task.device, sum(guess)
+    device, ours = task.device, named["ours"]
+    total = sum(ours)
     step_s = float(agreed(float(np.median(run.seconds[-50:])), device))
-    ours = named["ours"]
     optimum = agreed_split(_model_optimum(run, total, otherwise=ours), device)
-    near = [*around(ours, moved), *(around(optimum, moved[:1]) if optimum != ours else [])]
-    tried = list(dict.fromkeys([*named.values(), guess, optimum, *near]))
+    centres, near = [ours], around(ours, moved)
+    for split in (optimum, *guesses):
+        if all(np.abs(np.subtract(split, centre)).max() > moved[0] * total for centre in centres):
+            centres.append(split)
+            near += around(split, moved[:1])
+    tried = list(dict.fromkeys([*named.values(), optimum, *guesses, *near]))
     measure = _Measured(task, run)
     measure.more(tried, _rounds(0.25 * search_s, step_s, len(tried), least=3))
     best = measure.best(tried, 6)
@@ -339,11 +350,11 @@ def _even(total: int) -> Split:
     return tuple(total // n + (i < total % n) for i in range(n))
 
 
-def _proportional(total: int, speeds: Sequence[float]) -> Split:
-    """Return the split in proportion to the speeds."""
+def _guesses(known: Cluster, total: int, speeds: Sequence[float]) -> list[Split]:
+    """Return the best split by what is known of the ranks without their real work, and that in proportion to speeds."""
     batches = [max(2, int(total * speed / sum(speeds))) for speed in speeds]
     batches[int(np.argmax(batches))] += total - sum(batches)
-    return tuple(batches)
+    return [optimal_split(known, total).local_batches, tuple(batches)]
 
 
 def _with(split: Split, rank: int, size: int) -> Split:

@@ -133,6 +133,13 @@ def test_a_job_that_fails_costs_no_other_its_result(tmp_path):
     assert "FAILED" in gpu.table([good, bad, last])
 
 
+def test_the_table_says_how_many_starts_have_settled():
+    made = {"job": "settling", "kind": "neumf", "total": 24, "speeds": [1.0, 0.5], "over_best": {"even": 1.5}}
+    made |= {"split_ms": {"best": 20.0}, "splits": {"best": [16, 8]}, "control_over_ours": 0.99}
+    results = [{**made, "over_best_at_30": [1.0, 1.02]}, {**made, "over_best_at_30": [1.03, 1.2]}]
+    assert gpu.table(results).splitlines()[-1] == "4 starts: 3 (75%) within 3% at step 30, worst 1.200"
+
+
 def epochs(*seconds_and_accuracy: tuple[float, float]) -> list[dict[str, float]]:
     return [{"train_s": seconds, "accuracy": value} for seconds, value in seconds_and_accuracy]
 
