@@ -211,12 +211,14 @@ def overhead(bed: Bed) -> list[Launch]:
 
 def forms(bed: Bed) -> list[Launch]:
     """Every way to name a backend."""
-    backends = ("", "gloo") if bed.small else FORMS
-    jobs = [
-        bed.job("truth", kind, SPREAD, num_steps=80, further_s=3.0, total=bed.totals(kind)[1], steps=bed.steps(60))
-        for kind in ("chain", "resnet18")
-    ]
-    return [Launch(jobs=jobs, backend=backend) for backend in backends]
+
+    def jobs() -> list[Job]:
+        return [
+            bed.job("truth", kind, SPREAD, num_steps=80, further_s=3.0, total=bed.totals(kind)[1], steps=bed.steps(60))
+            for kind in ("chain", "resnet18")
+        ]
+
+    return [Launch(jobs=jobs(), backend=backend) for backend in (("", "gloo") if bed.small else FORMS)]
 
 
 def record(bed: Bed) -> list[Launch]:

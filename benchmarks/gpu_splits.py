@@ -228,7 +228,7 @@ class QuickLbBsp(LbBspPlanner):
     """LB-BSP that gets to where it stops within a benchmark's time.
 
     Its first moves are of 1/16 of the total, and halve whenever none of that size helps, down to its own 5 samples
-    (1/400 of a large total). Windows stay short. So it ends on a split that LB-BSP as it is would keep.
+    (1/400 of a large total). Windows stay short. So it ends where LB-BSP as it is would, as far as such moves can tell.
     """
 
     def __init__(self, job: Job) -> None:

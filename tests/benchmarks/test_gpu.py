@@ -35,7 +35,9 @@ def jobs_of(part: str, bed: gpu.Bed) -> list[gpu.Job]:
 @pytest.mark.parametrize("bed", BEDS, ids=lambda bed: bed.mechanism)
 @pytest.mark.parametrize("part", gpu.PARTS)
 def test_every_part_makes_jobs_that_their_functions_take(part, bed):
-    for job in jobs_of(part, bed):
+    jobs = jobs_of(part, bed)
+    assert len({id(job) for job in jobs}) == len(jobs) > 0  # each gets a number of its own
+    for job in jobs:
         parameters = inspect.signature(JOBS[job["name"]]).parameters
         given = dict.fromkeys(GIVEN & parameters.keys())
         inspect.signature(JOBS[job["name"]]).bind(**{**given, **job["keywords"]})
