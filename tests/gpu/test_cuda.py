@@ -225,6 +225,13 @@ def test_one_rank_on_nccl_is_measured_without_waiting_for_the_device():
     assert all(done >= 0.5 * backward for done, backward in zip(seen["done_ms"], seen["backward_ms"], strict=True))
 
 
+class Mean(nn.Module):
+    """An output that is not one row per sample, so that its batch cannot be run in parts."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.mean()
+
+
 def memory_of_one(rank: int, world_size: int) -> dict[str, Any]:
     """Grow the batch on a card that was cut down to 4 GiB for this process, and look at the cap that is learned."""
     from cannikin import HeteroDataParallel
@@ -232,14 +239,14 @@ def memory_of_one(rank: int, world_size: int) -> dict[str, Any]:
     torch.cuda.set_device(0)
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(4 * 2**30 / total)
-    net = nn.Sequential(nn.Linear(1024, 4096), nn.Linear(4096, 4096), nn.Linear(4096, 1)).cuda()
+    net = nn.Sequential(nn.Linear(1024, 4096), nn.Linear(4096, 4096), nn.Linear(4096, 1), Mean()).cuda()
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-5)
     model = HeteroDataParallel(net, optimizer, policy="even")
 
     def step(size: int) -> None:
         model.use_batch(size, size)
         optimizer.zero_grad(set_to_none=False)
-        model(torch.randn(size, 1024, device="cuda")).mean().backward()
+        model(torch.randn(size, 1024, device="cuda")).backward()
         optimizer.step()
 
     for size in (256, 256, 256, 512, 1024, 2048, 4096):
@@ -258,5 +265,4 @@ def memory_of_one(rank: int, world_size: int) -> dict[str, Any]:
 def test_the_cap_learned_from_peak_memory_holds_and_twice_of_it_does_not():
     (seen,) = run_ranks(memory_of_one, 1, timeout_s=110)
     assert 4096 < seen["cap"] < 10**6
-    assert len(seen["notes"]) == 1
-    assert "rank 0 ran out of memory with a local batch of" in seen["notes"][0]
+    assert "rank 0 ran out of memory with a local batch of" in seen["notes"][-1]

@@ -40,6 +40,9 @@ class ScriptedMemory:
     def limit(self) -> int:
         return self.end
 
+    def release(self) -> None:
+        """Nothing is cached."""
+
     def use(self, num_bytes: int) -> None:
         """As much as this at once, and given back."""
         self.top = max(self.top, num_bytes)

@@ -239,7 +239,7 @@ def _news(state: LiveState, look: Look) -> list[Line]:
         rows = textwrap.wrap(" ".join(reason.split()), max(10, look.width - _LABEL), max_lines=3, placeholder="…")
         lines += [_fact("" if i else "last plan", (text, "")) for i, text in enumerate(rows)]
     for i, event in enumerate(state.events):
-        style = "yellow" if event.kind in ("changed_speed", "nonfinite") else ""
+        style = "yellow" if event.kind in ("changed_speed", "nonfinite", "out_of_memory") else ""
         words = event.text or event.kind
         lines.append(_fact("" if i else "events", (f"step {event.step:,}  ", "dim"), (words, style)))
     return lines

@@ -16,11 +16,9 @@ from cannikin.core.values import Job
 from cannikin.errors import InvalidInputError, StateError
 from cannikin.runlog import RankInfo
 from cannikin.runtime.loop import Loop
+from cannikin.runtime.memory import state_bytes
 from cannikin.runtime.profile_store import ProfileStore
 from cannikin.runtime.wire import Exchange
-
-# Copies of the trainable parameters that a step keeps beside them: gradients, DDP's buckets, and an optimizer's state.
-_COPIES = 3
 
 
 def policy_name(policy: str | Planner) -> str:
@@ -53,7 +51,7 @@ def check_owner(optimizer: torch.optim.Optimizer, loop: Loop) -> None:
 
 def data_sheets(ranks: Sequence[RankInfo], module: torch.nn.Module) -> list[DataSheet]:
     """Return what is known of each rank's device before anything has run, with the room that this model leaves."""
-    taken = sum(p.nbytes * (1 + _COPIES * p.requires_grad) for p in module.parameters())
+    taken = state_bytes(module)
     return [
         DataSheet(
             capability=rank.capability,

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from cannikin.runtime.coordinator import Coordinator, Happened, Unplanned
 from cannikin.runtime.device import Device
 from cannikin.runtime.hook import Reducer
 from cannikin.runtime.memory import MemoryGauge
+from cannikin.runtime.parts import PartedForward, can_cut, watch_forward
 from cannikin.runtime.profile_store import ProfileStore
 from cannikin.runtime.recorder import Recorder
 from cannikin.runtime.step import BatchEntry, BatchQueue, Part, StepInProgress, check_size
@@ -35,6 +37,7 @@ from cannikin.runtime.update import Update
 from cannikin.runtime.weighting import RunningStatistics, scale_outputs, watch_outputs, weigh
 from cannikin.runtime.wire import Exchange
 
+_CUT = 30  # steps in parts after which these are measured: plans do not spare this rank
 _UNUSED = 30  # gradients that nobody used after which somebody should look
 
 
@@ -63,6 +66,9 @@ class Loop:
         self.store: ProfileStore | None = None  # of what is learned about devices, on rank 0
         self.queue = BatchQueue()
         self.memory = MemoryGauge(device.memory)
+        self._parted = PartedForward(self.memory, device.torch_device)
+        self._can_cut = False  # where memory runs out in forward
+        self._num_cut = 0  # steps that were
         self.goal: float | None = None  # passes of progress that the loop has asked for (`epochs`)
         self._device, self._exchange, self._reducer, self._update = device, exchange, reducer, update
         self._statistics, self._recorder = statistics, recorder
@@ -81,6 +87,7 @@ class Loop:
         """Set the hooks around forward and the optimizer."""
         # Hooks run outside of forward, so its own exemption from the compiler does not cover them.
         undisturbed: Any = torch.compiler.disable
+        self._can_cut = can_cut(module)
         module.register_forward_pre_hook(undisturbed(self._before_forward), with_kwargs=True)
         module.register_forward_hook(undisturbed(self._after_forward))
         self._update.optimizer.register_step_pre_hook(self._before_optimizer)
@@ -183,8 +190,29 @@ class Loop:
         step = self.current_or_next()
         if self._part is None:
             check_size(step.entry, args, kwargs)
+            if self._can_cut and self.memory.is_new(step.entry.local_batch):
+                watch_forward(module, partial(self._run, module.module))
         if step.forward_start is None:
             step.forward_start = self._device.mark()
+
+    def _run(self, net: torch.nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a forward of a batch larger than any before, in parts where memory asks for it."""
+        step = self.step
+        assert step is not None, "a step begins before its forward"
+        size, largest_before = step.entry.local_batch, self.memory.max_batch
+        output, parts = self._parted.run(net, run, args, kwargs, size)
+        if parts:
+            step.part_size = max(parts)
+            self._num_cut += 1
+            step.valid = step.valid and self._num_cut > _CUT
+        if self.memory.max_batch < largest_before and parts:
+            warnings.warn(
+                f"rank {self._exchange.rank} has not enough memory for a local batch of {size}: it trained on it in "
+                f"{len(parts)} parts, and is given at most {self.memory.max_batch} samples as soon as plans allow",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return output
 
     def current_or_next(self) -> StepInProgress:
         """Return the step that a training forward now belongs to."""

@@ -9,6 +9,11 @@ from cannikin.core.values import NO_MAX
 from cannikin.runtime.device import Memory
 
 _HEADROOM = 0.9  # of the memory there is: fragments, libraries' workspaces and the unforeseen need the rest
+_BACKWARD = 0.25  # of what forward holds: what backward needs beside it and the parameters' gradients
+# Copies of the trainable parameters that a step keeps beside them: gradients, DDP's buckets, and an optimizer's state.
+_COPIES = 3
+# What the host's allocator says, the driver where torch's own allocator was not asked, and a library with no workspace.
+_TEXTS = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 _FIRST_STEPS = 2  # before the optimizer has its state, a step needs less than it will
 
 
@@ -39,13 +44,23 @@ class MemoryGauge:
     """
 
     def __init__(self, memory: Memory | None) -> None:
-        self.max_batch = NO_MAX
         self.in_hand: int | None = None  # samples that go through the network at once in the step in training
         self.largest = 0  # the largest local batch that a step was finished with
+        self.part: int | None = None  # once a batch was too large: samples that go through at once all the same
         self._memory = memory
         self._num_steps = 0
         self._points: list[tuple[int, int]] = []
         self._before: tuple[int, int] | None = None  # allocated and peak before the step in hand
+        self._by_peaks = self._by_failures = NO_MAX
+
+    @property
+    def max_batch(self) -> int:
+        """The largest local batch that memory holds, as far as is known."""
+        return min(self._by_peaks, self._by_failures)
+
+    def is_new(self, local_batch: int) -> bool:
+        """Return whether nothing as large has gone through, on a device whose memory can be read."""
+        return self._memory is not None and local_batch > self.largest
 
     def begin_step(self, local_batch: int) -> None:
         """Take note that a step with this local batch is about to begin."""
@@ -67,16 +82,58 @@ class MemoryGauge:
         if peak > peak_before:  # else something other than this step needed more
             self._points = [*(self._points or [(0, allocated)]), (local_batch, peak)]
             batches, peaks = (list(column) for column in zip(*self._points, strict=True))
-            self.max_batch = largest_batch(batches, peaks, self._memory.limit())
+            self._by_peaks = largest_batch(batches, peaks, self._memory.limit())
+
+    # In a forward that may be too large (`parts`).
+
+    def allocated(self) -> int:
+        """Return what tensors use now; 0 where that cannot be read."""
+        return 0 if self._memory is None else self._memory.allocated()
+
+    def release(self) -> None:
+        """Give back what no tensor uses."""
+        if self._memory is not None:
+            self._memory.release()
+
+    def leaves_room(self, before_bytes: int, missing_bytes: int) -> bool:
+        """Return whether backward will most likely go through, now that forward has.
+
+        It needs gradients that are not there yet, and something for the gradients of activations: a quarter of what
+        forward holds. Once peaks are known, these say it better, and plans keep to them.
+
+        Args:
+            before_bytes: what was allocated before forward.
+            missing_bytes: of gradients.
+        """
+        if self._memory is None or self._by_peaks < NO_MAX:
+            return True
+        allocated = self._memory.allocated()
+        return allocated + missing_bytes + _BACKWARD * (allocated - before_bytes) <= self._memory.limit()
+
+    def hold(self, local_batch: int, part: int, *, held_bytes: int, base_bytes: int) -> None:
+        """Take note that this local batch is too large, and that `part` of its samples went through at once.
+
+        What that part held says what others would; the bound is never below the part, nor as large as what failed.
+
+        Args:
+            held_bytes: what forward of the part held for backward.
+            base_bytes: what there is beside, gradients included.
+        """
+        assert self._memory is not None, "only where memory can be read is a forward watched"
+        self.part, self._before = part, None
+        needed = (1 + _BACKWARD) * held_bytes / part  # by a sample
+        fits = int((self._memory.limit() - base_bytes) / needed) if needed > 0 else 0
+        self._by_failures = max(part, min(fits, local_batch - 1))
 
     def advice(self, rank: int, local_batch: int) -> str:
         """Return what to tell someone whose rank has run out of memory with this local batch."""
         fits = f"the largest that went through is {self.largest}" if self.largest else "none has gone through yet"
         bound = self.largest if 0 < self.largest < local_batch else max(1, local_batch // 2)
+        first = "" if self.largest else ". The first split knows devices by their data sheets alone"
         return (
             f"cannikin: rank {rank} ran out of memory with a local batch of {local_batch} ({fits}). Bound it: "
             f"HeteroDataLoader(..., local_bounds=(1, {bound})), or one pair per rank; or cut the batch with "
-            "model.micro_batches(batch)"
+            f"model.micro_batches(batch){first}"
         )
 
     def explain(self, error: BaseException, rank: int) -> str | None:
@@ -90,8 +147,18 @@ class MemoryGauge:
         return advice
 
 
+def state_bytes(module: torch.nn.Module) -> int:
+    """Return about what a model takes beside its activations: parameters, gradients, buckets, the optimizer's state."""
+    return sum(p.nbytes * (1 + _COPIES * p.requires_grad) for p in module.parameters())
+
+
+def missing_gradients(module: torch.nn.Module) -> int:
+    """Return the bytes of the gradients that backward has to make room for."""
+    return sum(p.nbytes for p in module.parameters() if p.requires_grad and p.grad is None)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that there was not enough memory, on a GPU or on the host."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)

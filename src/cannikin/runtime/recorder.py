@@ -21,7 +21,7 @@ import torch
 
 from cannikin._version import __version__
 from cannikin.core.planner import Decision
-from cannikin.core.values import Job
+from cannikin.core.values import Job, StepWindow
 from cannikin.errors import InvalidInputError, RunLogError
 from cannikin.runlog import (
     RUNLOG_NAME,
@@ -69,6 +69,7 @@ class Recorder:
         self._first_plan: PlanRecord | None = None
         self._waiting: list[Record] | None = []  # for the start
         self._first_step: int | None = None  # of a run that goes on from a saved state: steps taken before
+        self._caps: dict[int, int] = {}  # by rank, of those whose memory did not hold a batch whole
         self._num_lost = 0  # steps so far whose gradient was not finite
         self._start_s = time.perf_counter()
         self._process = os.getpid()
@@ -171,11 +172,24 @@ class Recorder:
         ):
             self._write(record)
         self._num_lost += window.num_nonfinite
+        self._tell_of_parts(window)
 
-    def event(self, step: int, kind: str, data: dict[str, Any]) -> None:
+    def _tell_of_parts(self, window: StepWindow) -> None:
+        """Write down which ranks trained in parts: those with more samples than their memory holds."""
+        for rank, cap in enumerate(window.max_batch.tolist()):
+            over = window.local_batches[:, rank] > cap
+            if not over.any() or self._caps.get(rank) == cap:
+                continue
+            self._caps[rank], first = cap, int(over.argmax())
+            size = int(window.local_batches[first, rank])
+            text = f"rank {rank} ran out of memory with {size} samples: trained in parts, at most {cap} from now on"
+            data = {"rank": rank, "local_batch": size, "max_batch": cap}
+            self.event(window.first_step + first, "out_of_memory", data, text)
+
+    def event(self, step: int, kind: str, data: dict[str, Any], text: str = "") -> None:
         """Write down something else that happened."""
         if self._observers:
-            self._write(EventRecord(step=step, kind=kind, data=data, elapsed_ms=self._elapsed_ms))
+            self._write(EventRecord(step=step, kind=kind, text=text, data=data, elapsed_ms=self._elapsed_ms))
 
     def end(self, step: int) -> None:
         """Say that the run ended as it should, and write nothing more. Calling it twice does nothing."""

@@ -1,0 +1,386 @@
+"""A forward whose memory runs out is run once more, in parts, and no sample is lost.
+
+The parts run without a graph, so they need little memory; backward runs each part anew, with a graph, and sums the
+gradients of the parameters before DDP sees them. So a step in parts is one forward and one backward for DDP, for the
+user's loss and for everybody else. It costs a forward more. Layers that mix samples, such as BatchNorm, see the parts,
+as under `micro_batches`.
+
+Only steps with a local batch larger than any that went through are watched, on devices whose memory can be read. What
+runs out in the user's loss, in an ordinary backward or in the optimizer cannot be caught here.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+
+from cannikin.errors import InvalidInputError
+from cannikin.runtime.memory import MemoryGauge, is_out_of_memory, missing_gradients, state_bytes
+from cannikin.runtime.weighting import has_batch_norm
+
+_RUN = "_run_ddp_forward"  # DDP's method that calls the module, the only thing in DDP that runs it
+_LEAST_PART = 2  # a single sample may be broadcast where it should not, and BatchNorm cannot normalise it
+
+Gradients = list[torch.Tensor | None]
+
+
+def can_cut(ddp: torch.nn.Module) -> bool:
+    """Return whether a rank may run its forward in parts while the others do not.
+
+    Layers that talk to other ranks in forward cannot, and DDP's static graph must be the same in every step.
+    """
+    if not isinstance(ddp, DistributedDataParallel) or ddp.static_graph or ddp.mixed_precision is not None:
+        return False
+    mixes_ranks = any(isinstance(layer, torch.nn.SyncBatchNorm) for layer in ddp.module.modules())
+    return hasattr(ddp, _RUN) and not mixes_ranks
+
+
+def watch_forward(ddp: Any, run_watched: Callable[..., Any]) -> None:
+    """Have DDP's next forward run the module by `run_watched(run, args, kwargs)`, and later ones as ever.
+
+    DDP prepares its reducer before and after the module runs; between the two nothing is shared with other ranks.
+    """
+    vars(ddp).pop(_RUN, None)  # still there where the last forward failed before it got so far
+    run = getattr(ddp, _RUN)
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator,no-untyped-call]
+    def once(*args: Any, **kwargs: Any) -> Any:
+        vars(ddp).pop(_RUN, None)
+        return run_watched(run, args, kwargs)
+
+    vars(ddp)[_RUN] = once
+
+
+def cut_sizes(size: int, most: int) -> list[int]:
+    """Return the sizes of as few parts of at most `most` samples as can be, which are not all equal.
+
+    Parts of unequal sizes show which outputs have one row per sample.
+
+    Example:
+        >>> cut_sizes(384, 200), cut_sizes(9, 4), cut_sizes(12, 4)
+        ([193, 191], [4, 3, 2], [4, 3, 3, 2])
+    """
+    for num_parts in range(max(2, -(-size // most)), size + 1):
+        ends = [round(size * part / num_parts) for part in range(num_parts + 1)]
+        sizes = [end - start for start, end in pairwise(ends)]
+        if len(set(sizes)) == 1 and sizes[0] < most:
+            sizes[0], sizes[-1] = sizes[0] + 1, sizes[-1] - 1
+        if len(set(sizes)) > 1 and min(sizes) >= _LEAST_PART:
+            return sizes
+    raise _UncutError(f"{size} samples cannot be cut into unequal parts of {_LEAST_PART} to {most}")
+
+
+class _UncutError(InvalidInputError):
+    """Says why a batch cannot be run in parts."""
+
+
+class PartedForward:
+    """Runs forwards that may be too large for a rank's memory, whole where it allows, else in parts.
+
+    `gauge` learns what is too large and which part went through.
+    """
+
+    def __init__(self, gauge: MemoryGauge, device: torch.device) -> None:
+        self._gauge, self._device = gauge, device
+        self._differentiable: list[bool] = []  # which outputs have a gradient
+
+    def run(
+        self, net: torch.nn.Module, run: Callable[..., Any], args: Any, kwargs: Any, size: int
+    ) -> tuple[Any, list[int]]:
+        """Return the output of `run(*args, **kwargs)`, and the sizes of its parts; [] where it ran whole.
+
+        Args:
+            net: the module that `run` calls in the end.
+            size: samples in dimension 0 of those inputs that are to be cut.
+        """
+        gauge, part = self._gauge, self._gauge.part
+        batch = _Batch(net, run, args, kwargs, size, self._device)
+        if part is not None and size > gauge.max_batch:
+            sizes = cut_sizes(size, part)
+            return batch.run(sizes, self._differentiable), sizes
+        before, allocated = _Buffers(net), gauge.allocated()
+        output, error = None, None
+        try:
+            output = run(*args, **kwargs)
+        except Exception as raised:
+            if not is_out_of_memory(raised):
+                raise
+            error = raised
+            traceback.clear_frames(raised.__traceback__)  # they hold the activations
+        missing = missing_gradients(net)
+        if error is None and gauge.leaves_room(allocated, missing):
+            return output, []
+        output = None
+        before.restore()
+        try:
+            sizes, held = self._try_parts(batch, size)
+            result = batch.run(sizes, self._differentiable)
+        except Exception as refusal:
+            if error is None:  # nothing has failed so far
+                return run(*args, **kwargs), []
+            error.add_note(f"cannikin: running the batch in parts did not help ({refusal})")
+            raise error from None
+        error = None  # which holds this frame
+        gauge.hold(size, max(sizes), held_bytes=held, base_bytes=max(allocated + missing, state_bytes(net)))
+        return result, sizes
+
+    def _try_parts(self, batch: _Batch, size: int) -> tuple[list[int], int]:
+        """Return the sizes of the fewest parts whose largest goes through forward and backward, and what that held."""
+        num_parts = 2
+        while True:
+            sizes = cut_sizes(size, -(-size // num_parts) + 1)
+            self._gauge.release()
+            try:
+                self._differentiable, held = batch.rehearse(max(sizes), self._gauge)
+                return sizes, held
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                traceback.clear_frames(error.__traceback__)
+            num_parts *= 2
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Part:
+    """Samples `start` to `end` of a batch, and what else decided their outputs when they ran."""
+
+    start: int
+    end: int
+    random: list[torch.Tensor]
+    buffers: _Buffers
+
+    def halves(self) -> tuple[_Part, _Part]:
+        """Return this part in two."""
+        middle = (self.start + self.end) // 2
+        return replace(self, end=middle), replace(self, start=middle)
+
+
+class _Batch:
+    """The inputs of one forward, which can be run in parts; `run` as in `PartedForward`."""
+
+    def __init__(
+        self, net: torch.nn.Module, run: Callable[..., Any], args: Any, kwargs: Any, size: int, device: torch.device
+    ) -> None:
+        self._net, self._run, self._size, self._device = net, run, size, device
+        self._leaves, self._structure = pytree.tree_flatten((args, kwargs))
+        self._cut = [isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (size,) for leaf in self._leaves]
+        self._wanted = [i for i, x in enumerate(self._leaves) if isinstance(x, torch.Tensor) and x.requires_grad]
+        self._parameters = [parameter for parameter in net.parameters() if parameter.requires_grad]
+        kinds = {"cpu", device.type}
+        self._autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
+        self._parts: list[_Part] = []
+        self._repeatable = False
+
+    def rehearse(self, size: int, gauge: MemoryGauge) -> tuple[list[bool], int]:
+        """Run the first samples forward and backward to no effect; which outputs have a gradient, and bytes held."""
+        if not any(self._cut):
+            raise _UncutError(f"no input has {self._size} samples in dimension 0")
+        before = gauge.allocated()
+        with torch.enable_grad(), self._as_at(self._part(0, size)):
+            args, kwargs, wanted = self._inputs(0, size)
+            outputs = pytree.tree_leaves(self._net(*args, **kwargs))
+            held = gauge.allocated() - before
+            marked = [leaf for leaf in outputs if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+            if marked:
+                zeros = [torch.zeros_like(leaf) for leaf in marked]
+                torch.autograd.grad(marked, [*wanted, *self._parameters], zeros, allow_unused=True)
+        return [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in outputs], held
+
+    def run(self, sizes: Sequence[int], differentiable: Sequence[bool]) -> Any:
+        """Return the output of the whole batch, of parts of these sizes; backward runs the parts anew.
+
+        `differentiable` has an entry per leaf of the output.
+        """
+        joined = _Joined(self._size)
+        with torch.no_grad(), self._in_autocast():
+            for start, end in pairwise(accumulate(sizes, initial=0)):
+                self._parts.append(self._part(start, end))
+                args, kwargs, _ = self._inputs(start, end)
+                joined.add(self._run(*args, **kwargs), start, end)
+        first, last = self._parts[0], self._part(0, 0)
+        drew = any(not torch.equal(*states) for states in zip(first.random, last.random, strict=True))
+        self._repeatable = not drew and first.buffers.are_so() and not has_batch_norm(self._net)
+        # Nodes of parameters have no order among themselves, nodes of views do; and DDP's buckets follow that order.
+        views = [parameter.view_as(parameter) for parameter in self._parameters]
+        inputs = [self._leaves[i] for i in self._wanted]
+        flags = joined.of_tensors(differentiable)
+        outputs = _RunAnew.apply(self, joined.tensors, flags, *inputs, *views)  # type: ignore[no-untyped-call]
+        return joined.output(outputs)
+
+    def gradients(self, gradients: Gradients) -> Gradients:
+        """Return the gradients of inputs and parameters, for those of the outputs, in the order of `run`."""
+        sums: Gradients = [None] * (len(self._wanted) + len(self._parameters))
+        parts = self._parts[::-1]
+        while parts:
+            part = parts.pop()
+            try:
+                found = self._differentiate(gradients, part)
+            except Exception as error:
+                can_halve = self._repeatable and part.end - part.start >= 2 * _LEAST_PART
+                if not can_halve or not is_out_of_memory(error):
+                    raise
+                traceback.clear_frames(error.__traceback__)
+                parts += part.halves()
+                continue
+            pairs = zip(sums, found, strict=True)
+            sums = [old if new is None else new if old is None else old + new for old, new in pairs]
+        return sums
+
+    def _differentiate(self, gradients: Gradients, part: _Part) -> Gradients:
+        """Run a part forward and backward; its gradients, as in `gradients`."""
+        start, end = part.start, part.end
+        with torch.enable_grad(), self._as_at(part):
+            args, kwargs, wanted = self._inputs(start, end)
+            outputs = [x for x in pytree.tree_leaves(self._net(*args, **kwargs)) if isinstance(x, torch.Tensor)]
+            pairs = [
+                (output, gradient[start:end])
+                for output, gradient in zip(outputs, gradients, strict=True)
+                if gradient is not None and output.requires_grad
+            ]
+            found: Gradients = [None] * (len(wanted) + len(self._parameters))
+            if pairs:
+                marked, given = zip(*pairs, strict=True)
+                found = list(torch.autograd.grad(marked, [*wanted, *self._parameters], given, allow_unused=True))
+        for place, i in enumerate(self._wanted):
+            gradient = found[place]
+            if self._cut[i] and gradient is not None:
+                whole = torch.zeros_like(self._leaves[i])
+                whole[start:end] = gradient
+                found[place] = whole
+        return found
+
+    def _inputs(self, start: int, end: int) -> tuple[Any, Any, list[torch.Tensor]]:
+        """Return the arguments of a part, and those tensors of them whose gradient is wanted."""
+        leaves = [leaf[start:end] if cut else leaf for leaf, cut in zip(self._leaves, self._cut, strict=True)]
+        for i in self._wanted:
+            leaves[i] = leaves[i].detach().requires_grad_()
+        args, kwargs = pytree.tree_unflatten(leaves, self._structure)
+        return args, kwargs, [leaves[i] for i in self._wanted]
+
+    def _part(self, start: int, end: int) -> _Part:
+        """Return a part that runs now."""
+        random = [torch.get_rng_state()]
+        if self._device.type == "cuda":
+            random.append(torch.cuda.get_rng_state(self._device))
+        return _Part(start=start, end=end, random=random, buffers=_Buffers(self._net))
+
+    @contextmanager
+    def _as_at(self, part: _Part) -> Iterator[None]:
+        """Give the module the random numbers, buffers and precision that a part had, and take them back."""
+        now = _Buffers(self._net)
+        with torch.random.fork_rng([self._device] * (len(part.random) - 1)), self._in_autocast():
+            part.buffers.restore()
+            torch.set_rng_state(part.random[0])
+            for state in part.random[1:]:
+                torch.cuda.set_rng_state(state, self._device)
+            try:
+                yield
+            finally:
+                now.restore()
+
+    @contextmanager
+    def _in_autocast(self) -> Iterator[None]:
+        """Be in the precision of forward, with no cache: what was cast without a graph must not be used with one."""
+        with ExitStack() as stack:
+            for kind, dtype, enabled in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
+            yield
+
+
+class _RunAnew(torch.autograd.Function):
+    """Returns the outputs of a batch that ran in parts, and in backward asks it for the gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, batch: _Batch, outputs: list[torch.Tensor], differentiable: list[bool], *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.batch = batch
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(out for out, has in zip(outputs, differentiable, strict=True) if not has))
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return (None, None, None, *ctx.batch.gradients(list(gradients)))
+
+
+class _Joined:
+    """The outputs of parts, put together row by row."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._first: list[Any] = []
+        self._structure: Any = None
+        self.tensors: list[torch.Tensor] = []
+
+    def add(self, output: Any, start: int, end: int) -> None:
+        """Take the output of the part from `start` to `end`."""
+        leaves, structure = pytree.tree_flatten(output)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        for tensor in tensors:
+            if tensor.shape[:1] != (end - start,):
+                shape = tuple(tensor.shape)
+                raise _UncutError(f"an output of shape {shape} has not one row for each of {end - start} samples")
+        if self._structure is None:
+            self._first, self._structure = leaves, structure
+            self.tensors = [tensor.new_empty((self._size, *tensor.shape[1:])) for tensor in tensors]
+        alike = structure == self._structure and len(tensors) == len(self.tensors)
+        alike = alike and all(
+            mine.shape[1:] == whole.shape[1:] for mine, whole in zip(tensors, self.tensors, strict=True)
+        )
+        rest = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+        if not alike or rest != [leaf for leaf in self._first if not isinstance(leaf, torch.Tensor)]:
+            raise _UncutError("the outputs of parts of different sizes differ in more than their rows")
+        for whole, mine in zip(self.tensors, tensors, strict=True):
+            whole[start:end] = mine
+
+    def of_tensors(self, flags: Sequence[bool]) -> list[bool]:
+        """Return, of one flag per leaf, those of tensors."""
+        return [flag for leaf, flag in zip(self._first, flags, strict=True) if isinstance(leaf, torch.Tensor)]
+
+    def output(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return the output with these tensors in it."""
+        rest = iter(tensors)
+        leaves = [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._first]
+        return pytree.tree_unflatten(leaves, self._structure)
+
+
+def _description(leaves: list[Any]) -> list[Any]:
+    """Return what must be the same in every part's output: rows as they are, and whatever is no tensor."""
+    return [(leaf.dtype, leaf.shape[1:]) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+
+class _Buffers:
+    """A module's buffers as they were at one moment."""
+
+    def __init__(self, net: torch.nn.Module) -> None:
+        self._kept = [
+            (layer, name, buffer, buffer.detach().clone())
+            for layer in net.modules()
+            for name, buffer in layer._buffers.items()
+            if buffer is not None
+        ]
+
+    def restore(self) -> None:
+        """Make them so again; those that are so are not touched, since a graph may need them."""
+        with torch.no_grad():
+            for layer, name, buffer, kept in self._kept:
+                layer._buffers[name] = buffer
+                if not torch.equal(buffer, kept):
+                    buffer.copy_(kept)
+
+    def are_so(self) -> bool:
+        """Return whether nothing has changed since."""
+        return all(
+            layer._buffers[name] is buffer and torch.equal(buffer, kept) for layer, name, buffer, kept in self._kept
+        )
