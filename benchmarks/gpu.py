@@ -352,7 +352,10 @@ def _line(r: dict[str, Any]) -> str:
     head = f"{r['job']:9} {r.get('kind', ''):11} B={r.get('total', '-'):<5} {'/'.join(f'{v:g}' for v in r['speeds'])}"
     if "failed" in r:
         return f"{head}: FAILED, {r['failed']}"
-    return f"{head}: {_WORDS[r['job']](r)}"
+    try:
+        return f"{head}: {_WORDS[r['job']](r)}"
+    except (KeyError, TypeError, ValueError) as error:  # one odd result must not cost the table
+        return f"{head}: incomplete, {type(error).__name__} {error}"
 
 
 def _limit_words(r: dict[str, Any]) -> str:

@@ -142,6 +142,13 @@ def test_the_table_says_how_many_starts_have_settled():
     assert gpu.table(results).splitlines()[-1] == "4 starts: 3 (75%) within 3% at step 30, worst 1.200"
 
 
+def test_a_result_without_a_figure_costs_the_table_nothing_else():
+    truth, record = {"job": "truth", "speeds": [1.0]}, {"job": "record", "speeds": [1.0], "steps": 9, "buckets": 2}
+    first, second = gpu.table([truth, {**record, "file": "record-neumf.json"}]).splitlines()
+    assert first.endswith("incomplete, KeyError 'learned_over_added'")
+    assert second.endswith("9 steps, 2 buckets in record-neumf.json")
+
+
 def epochs(*seconds_and_accuracy: tuple[float, float]) -> list[dict[str, float]]:
     return [{"train_s": seconds, "accuracy": value} for seconds, value in seconds_and_accuracy]
 
