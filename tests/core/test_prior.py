@@ -124,7 +124,12 @@ def test_batches_that_the_user_has_pinned_stay():
     job = Job(num_ranks=2, batch_size=8, min_local=(5, 3), max_local=(5, 3))
     plan = started(job, [A100, T4]).plans[0]
     assert plan.local_batches == (5, 3)
-    assert "data sheets" not in plan.reason
+    assert plan.reason == "the local batches are set, and stay"
+
+
+def test_of_many_ranks_the_reason_names_the_smallest_and_the_largest_share():
+    plan = started(Job(num_ranks=12, batch_size=1200), [A100] * 6 + [T4] * 6).plans[0]
+    assert plan.reason.endswith("3.6% to 13.1% of the samples")
 
 
 def test_stored_profiles_of_all_ranks_say_more_than_data_sheets_and_of_some_less():

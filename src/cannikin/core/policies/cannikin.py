@@ -38,6 +38,8 @@ _SAME, _EVEN = 0.002, 1.5
 _WORTH, _STAY = 0.005, 0.25
 _UNSETTLED = 40  # steps after a change of speed during which the model is being learned again
 _NOISE_STEPS = 20  # steps before the noise scale is believed
+_PINNED = "the local batches are set, and stay"
+_MAX_TOLD = 8  # ranks whose shares a reason names one by one
 _LOADING = 0.9  # a rank waits for its data where its loader takes at least this share of a step
 
 
@@ -112,10 +114,14 @@ class Controller:
         """Return the plan of ranks that have not been measured: by their data sheets, else even for this reason."""
         job, shares = self._job, first_shares(self._sheets)
         low, high = job.bounds
-        if shares is None or (low == high).all():
+        if (low == high).all():
+            return plans.make_plan(0, tuple(low.tolist()), reason=_PINNED)
+        if shares is None:
             return plans.make_plan(0, plans.even_batches(job, total_batch), reason=reason)
         batches = plans.inverse_batches(job, total_batch, 1.0 / shares)
         told = ", ".join(f"{share:.0%}" for share in shares.tolist())
+        if len(shares) > _MAX_TOLD:
+            told = f"{shares.min():.1%} to {shares.max():.1%}"
         reason = f"first split by the devices' data sheets, speed as far as memory allows: {told} of the samples"
         return plans.make_plan(0, batches, reason=reason)
 
@@ -205,7 +211,7 @@ class Controller:
         predicted_s = step_time(cluster, batches) * float(np.exp(self._excess))
         first_step = now.first_step if batches == now.local_batches else step
         low, high = self._job.bounds
-        reasons = ["the local batches are set, and stay"] if (low == high).all() else [reason, *why]
+        reasons = [_PINNED] if (low == high).all() else [reason, *why]
         reason = "; ".join([*reasons, *_waits(cluster, batches)])
         self._plan = plans.make_plan(first_step, batches, reason=reason, predicted_step_s=predicted_s)
         self._phase = phase
