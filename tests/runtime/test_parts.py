@@ -237,11 +237,11 @@ def test_a_part_that_runs_out_in_backward_is_halved_where_halves_repeat_it():
 
 
 def test_what_a_part_held_says_how_large_a_batch_may_be():
-    net, forward = parted(make_net(), 20, end=2000)
+    net, forward = parted(make_net(), 20, end=6000)
     forward.run(net, net, (INPUTS,), {}, 30)
-    # 125 bytes per sample with backward's, beside parameters, gradients and what else a step keeps of them.
-    parameters = sum(p.nbytes for p in net.parameters())
-    assert forward._gauge.max_batch == max(16, (2000 - 4 * parameters) // 125)
+    assert sum(p.nbytes for p in net.parameters()) == 448, "of which a step keeps 4 copies"
+    # A sample holds 100 bytes and its loss twice its outputs' 16; backward needs a quarter more.
+    assert forward._gauge.max_batch == int((6000 - 4 * 448) / (1.25 * 132)) == 25
 
 
 def test_under_autocast_parts_are_cast_as_the_whole_is_and_nothing_stays_cached():

@@ -29,6 +29,7 @@ from cannikin.runtime.weighting import has_batch_norm
 
 _RUN = "_run_ddp_forward"  # DDP's method that calls the module, the only thing in DDP that runs it
 _LEAST_PART = 2  # a single sample may be broadcast where it should not, and BatchNorm cannot normalise it
+_COPIES = 3  # of the whole batch's outputs that there are in backward: themselves, their gradients, and a loss's own
 
 Gradients = list[torch.Tensor | None]
 
@@ -117,7 +118,7 @@ class PartedForward:
             error = raised
             traceback.clear_frames(raised.__traceback__)  # they hold the activations
         missing = missing_gradients(net)
-        if error is None and gauge.leaves_room(allocated, missing):
+        if error is None and gauge.leaves_room(allocated, missing + _for_loss(pytree.tree_leaves(output))):
             return output, []
         output = None
         before.restore()
@@ -181,15 +182,22 @@ class _Batch:
         self._repeatable = False
 
     def rehearse(self, size: int, gauge: MemoryGauge) -> tuple[list[bool], int]:
-        """Run the first samples forward and backward to no effect; which outputs have a gradient, and bytes held."""
+        """Run the first samples forward and backward to no effect; which outputs have a gradient, and bytes held.
+
+        Beside it there is what there will be in earnest: sums of gradients, and for the whole batch the outputs, their
+        gradients and what the loss keeps of them.
+        """
         if not any(self._cut):
             raise _UncutError(f"no input has {self._size} samples in dimension 0")
+        beside = [torch.empty_like(parameter) for parameter in self._parameters]
         before = gauge.allocated()
         with torch.enable_grad(), self._as_at(self._part(0, size)):
             args, kwargs, wanted = self._inputs(0, size)
             outputs = pytree.tree_leaves(self._net(*args, **kwargs))
-            held = gauge.allocated() - before
+            held = gauge.allocated() - before + _for_loss(outputs)
             marked = [leaf for leaf in outputs if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+            rows = [leaf for leaf in marked if leaf.shape[:1] == (size,)]
+            beside += [leaf.new_empty((self._size, *leaf.shape[1:])) for leaf in rows for _ in range(_COPIES)]
             if marked:
                 zeros = [torch.zeros_like(leaf) for leaf in marked]
                 torch.autograd.grad(marked, [*wanted, *self._parameters], zeros, allow_unused=True)
@@ -231,8 +239,10 @@ class _Batch:
                 traceback.clear_frames(error.__traceback__)
                 parts += part.halves()
                 continue
-            pairs = zip(sums, found, strict=True)
-            sums = [old if new is None else new if old is None else old + new for old, new in pairs]
+            for i, gradient in enumerate(found):
+                before, found[i] = sums[i], None  # one after another: all of them twice may be too much
+                if gradient is not None:
+                    sums[i] = gradient if before is None else before + gradient
         return sums
 
     def _differentiate(self, gradients: Gradients, part: _Part) -> Gradients:
@@ -353,6 +363,12 @@ class _Joined:
         rest = iter(tensors)
         leaves = [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._first]
         return pytree.tree_unflatten(leaves, self._structure)
+
+
+def _for_loss(outputs: list[Any]) -> int:
+    """Return the bytes that a loss will need beside these outputs: what it keeps of them, and their gradients."""
+    tensors = [leaf for leaf in outputs if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    return (_COPIES - 1) * sum(tensor.nbytes for tensor in tensors)
 
 
 def _description(leaves: list[Any]) -> list[Any]:
