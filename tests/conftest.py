@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import shutil
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from leaks import leaks, look
+
+from cannikin.lab.mechanisms.mps import CONTROL, start_daemon
 
 GOLDENS = Path(__file__).parent / "goldens"
 _REWRITE = "--rewrite-goldens"
@@ -50,6 +54,13 @@ def _fail_for(found: list[str], who: str) -> None:
     if found:
         lines = [f"{who} left something behind (tests/leaks.py):", *(f"  {sentence}" for sentence in found)]
         pytest.fail("\n".join(lines), pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def mps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment of ranks that share a GPU side by side; empty where there is no MPS, and they take turns."""
+    with ExitStack() as undo:
+        yield start_daemon(tmp_path_factory.mktemp("mps"), undo) if shutil.which(CONTROL) else {}
 
 
 @pytest.fixture

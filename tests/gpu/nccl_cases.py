@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -28,7 +27,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "eager": {"device_id": torch.device("cuda:0")},
     "gloo": {"backend": "gloo"},
 }
-SAMPLE_S, FIXED_S, FORWARD_SHARE = 1.5e-3, 5e-3, 0.4  # so long that real work, about 2 ms per step, hardly counts
+SAMPLE_S, FIXED_S, FORWARD_SHARE = 2.5e-3, 5e-3, 0.4  # so long that real work, about 2 ms per step, hardly counts
 NUM_LAYERS, WIDTH = 12, 1024
 
 
@@ -90,18 +89,26 @@ def learned(
     total = 32 * world_size
     loader = HeteroDataLoader(Numbers(total * steps), model=model, batch_size=total, collate_fn=len)
     inputs = torch.randn(total, WIDTH, device="cuda")
-    plans = []
+    plans, marks = [], []
     for step, size in enumerate(loader):
         if step == steps // 2 and form != "gloo":  # which waits by itself
             torch.cuda.set_sync_debug_mode("error")  # from here on nothing may wait for the device
         optimizer.zero_grad()
-        model(inputs[:size]).square().mean().backward()
+        loss = model(inputs[:size]).square().mean()
+        marks.append([_event()])
+        loss.backward()
+        marks[-1].append(_event())
         optimizer.step()
         plans.append(model.plan.local_batches)
     torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
     throttle.remove()
-    sizes = model.engine.loop._reducer.bucket_bytes
-    alone_s = _all_reduce_seconds(sizes, rounds=40)
+    # From the optimizer's start to the next backward's, by events of the script's own.
+    before = [end[1].elapsed_time(start[0]) / 1e3 for end, start in itertools.pairwise(marks)]
+    befores = [torch.zeros(1, dtype=torch.float64, device="cuda") for _ in speeds]
+    dist.all_gather(befores, torch.tensor([np.median(before[-20:])], dtype=torch.float64, device="cuda"))
+    sizes = model.engine._reducer.bucket_bytes
+    alone_s = _all_reduce_seconds(sizes, rounds=30)
     if rank != 0:
         return None
     cluster = model.engine.coordinator.planner.model().cluster
@@ -112,24 +119,38 @@ def learned(
     return {
         "plans": [plan for plan, before in zip(plans, [None, *plans], strict=False) if plan != before],
         "at_30": plans[30],
-        "forward": (cluster.forward.at(batches).tolist(), (FORWARD_SHARE * seconds).tolist()),
+        "spun forward": (FORWARD_SHARE * seconds).tolist(),
+        "forward": (cluster.forward.at(batches).tolist(), [float(seconds) for seconds in befores]),
         "backward": (cluster.backward.at(batches).tolist(), ((1 - FORWARD_SHARE) * seconds).tolist()),
         "overlap": (cluster.gammas.ravel().tolist(), shares.ravel().tolist()),
         "communication": ((-np.diff(cluster.tails_s, append=0.0)).tolist(), alone_s),
     }
 
 
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
 def _all_reduce_seconds(sizes: list[int], rounds: int) -> list[float]:
-    """Return the median time of an all-reduce of each size: of the rank that came last, which waited for none."""
+    """Return the median time of an all-reduce of each size: of the rank that came last, which waited for none.
+
+    All ranks spin before it, as long as one another, as they compute before it in training.
+    """
     taken = np.zeros((rounds, len(sizes)))
     buffers = [torch.zeros(size // 4, device="cuda") for size in sizes]
     for r, (k, buffer) in itertools.product(range(rounds), enumerate(buffers)):
         dist.all_reduce(buffers[0][:1])
         torch.cuda.synchronize()
-        start = time.perf_counter()
+        pace = SpinPace()
+        pace.budget_s = 0.02
+        pace.reach()
+        start = _event()
         dist.all_reduce(buffer)
+        end = _event()
         torch.cuda.synchronize()
-        taken[r, k] = time.perf_counter() - start
+        taken[r, k] = start.elapsed_time(end) / 1e3
     least = torch.from_numpy(taken).cuda()
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
     medians: list[float] = least.median(dim=0).values.tolist()

@@ -118,8 +118,6 @@ def test_a_compressed_gradient_is_right_to_the_precision_of_its_format(world_siz
 
 def test_the_norms_measured_on_the_way_are_those_of_the_local_and_of_the_whole_batch():
     first, other = run_ranks(parity_cases.norms, 2)
-    assert {len(errors) for errors in first} == {2}
-    assert {len(errors) for errors in other} == {1}, "the sum's norm is the same on all ranks: rank 0 takes it"
     assert max(abs(error) for errors in (*first, *other) for error in errors) <= 1e-12
 
 

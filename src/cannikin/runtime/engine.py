@@ -63,7 +63,7 @@ class Engine:
         self.device = find_device(next(net.parameters()).device)
         self._update = Update(optimizer, rule, self.device)
         wrapper = options.get("comm_wrapper")
-        self._reducer = DdpReducer(ddp, self.device, comm_wrapper=wrapper, inverse_variance=self._update.variance)
+        self._reducer = DdpReducer(ddp, self.device, comm_wrapper=wrapper, variance_of=self._update.variance)
         self._exchange = Exchange(self._reducer.group)
         self._recorder = Recorder(options.get("observers", ()), options.get("run_dir"), active=self._exchange.rank == 0)
         key = model_key(net, scaled=scaler is not None)

@@ -17,9 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from cannikin.errors import InvalidInputError
 from cannikin.runtime.device import Device, carrier
 from cannikin.runtime.step import StepInProgress
+from cannikin.runtime.update import Variance
 
 Future = torch.futures.Future[torch.Tensor]
-InverseVariance = Callable[[Sequence[torch.Tensor]], torch.Tensor | None]
+VarianceOf = Callable[[Sequence[torch.Tensor]], Variance | None]
 
 _HALVES = (torch.float16, torch.bfloat16)  # sums of many numbers do not fit into these
 _PREMULTIPLIED = (torch.float32, torch.float64)
@@ -63,7 +64,7 @@ class DdpReducer:
         ddp: the module, without a communication hook so far.
         device: takes the marks.
         comm_wrapper: one of DDP's that compress (`fp16_compress_wrapper`), or None.
-        inverse_variance: for norms of the preconditioned gradient, 1/v of these parameters as one flat tensor.
+        variance_of: for norms of the preconditioned gradient, the variance of these parameters' gradients.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class DdpReducer:
         device: Device,
         *,
         comm_wrapper: Any = None,
-        inverse_variance: InverseVariance | None = None,
+        variance_of: VarianceOf | None = None,
     ) -> None:
         self.group: Any = ddp.process_group
         self.num_first_steps = 2 if ddp.static_graph else 1
@@ -82,9 +83,9 @@ class DdpReducer:
         self._world_size = dist.get_world_size(self.group)
         self._mark, self._mark_done = device.mark, device.end_marker(self.group)
         self._hold = device.hold
-        self._inverse_variance = inverse_variance
+        self._variance_of = variance_of
         self._previous: dict[int, torch.Tensor] | None = None  # the last step's buckets, where one rank is alone
-        self._reads_sum = dist.get_rank(self.group) == 0  # all ranks have the same sum: rank 0 measures it for them
+        self._rank = dist.get_rank(self.group)
         self._options = dist.AllreduceOptions()  # of a sum
         self._by_nccl = carrier(self.group, device.torch_device) == "nccl"
         self._register(ddp, comm_wrapper)
@@ -131,29 +132,34 @@ class DdpReducer:
         step.make_room(index + 1)
         step.ready[index] = self._mark()
         step.synced = True
-        take_norms, scale = step.take_norms, None
-        if take_norms and self._inverse_variance is not None:
-            scale = self._inverse_variance(bucket.parameters())
-            take_norms = scale is not None
+        take_norms, variance = step.take_norms, None
+        if take_norms and self._variance_of is not None:
+            variance = self._variance_of(bucket.parameters())
+            take_norms = variance is not None
+            step.norms_missing = step.norms_missing or not take_norms
         if (step.entry.is_padding or weight == 0) and not step.accumulated:
             buffer.zero_()  # not multiplied by 0: 0 x NaN is NaN
             weight = 1.0
-        elif take_norms:
-            step.noted["local_sqnorm", index] = _dot(buffer, buffer, scale)
+        elif take_norms and not step.uneven_items:
+            step.noted["local_sqnorm", index] = _dot(buffer, buffer, variance)
         work = self._all_reduce(buffer, weight)
+        if self._mark_done is None:
+            step.done[index] = work
+        reads_sum = index % self._world_size == self._rank  # all ranks have the same sum: they share the reading
 
         def finish(future: Any) -> torch.Tensor:
-            step.done[index] = self._mark_done()
+            if self._mark_done is not None:
+                step.done[index] = self._mark_done()
             result: torch.Tensor = future.value()[0]
-            if not self._reads_sum:
+            if not reads_sum:
                 return result
             if take_norms:
-                if scale is not None:
-                    self._hold(scale)
+                if variance is not None:
+                    self._hold(variance.of_elements)
                 # A place for each bucket, no running sum: gloo ends two all-reduces at once, on two threads.
-                step.noted["global_sqnorm", index] = _dot(result, result, scale)
+                step.noted["global_sqnorm", index] = _dot(result, result, variance)
                 if self._previous is not None:
-                    dot = _compare(self._previous, index, result, scale)
+                    dot = _compare(self._previous, index, result, variance)
                     if dot is not None:
                         step.noted["previous_dot", index] = dot
             elif is_last and step.loss_scale is None:  # a GradScaler notices by itself what is not finite
@@ -185,11 +191,13 @@ class DdpReducer:
         return result
 
 
-def _dot(left: torch.Tensor, right: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """Return sum(left * right * scale), in float32 at least."""
+def _dot(left: torch.Tensor, right: torch.Tensor, variance: Variance | None) -> torch.Tensor:
+    """Return sum(left * right / variance), in float32 at least."""
     if left.dtype in _HALVES:
         left, right = left.float(), right.float()
-    return torch.dot(left, right) if scale is None else torch.dot(left * right, scale.to(left.dtype))
+    if variance is None:
+        return torch.dot(left, right)
+    return torch.dot(left / variance.of_elements.to(left.dtype), right) * variance.common
 
 
 def _sample(gradient: torch.Tensor) -> torch.Tensor:
@@ -204,13 +212,13 @@ def _sample(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _compare(
-    previous: dict[int, torch.Tensor], index: int, bucket: torch.Tensor, scale: torch.Tensor | None
+    previous: dict[int, torch.Tensor], index: int, bucket: torch.Tensor, variance: Variance | None
 ) -> torch.Tensor | None:
     """Return g . g' with the bucket of the step before, which this one takes the place of."""
     before = previous.get(index)
     if before is None or before.shape != bucket.shape or before.dtype != bucket.dtype:  # DDP has rebuilt its buckets
         previous[index] = bucket.clone()
         return None
-    dot = _dot(before, bucket, scale)
+    dot = _dot(before, bucket, variance)
     before.copy_(bucket)
     return dot

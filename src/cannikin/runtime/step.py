@@ -188,7 +188,9 @@ class StepInProgress:
     norm_scale: float = 1.0
     loss_scale: torch.Tensor | None = None  # what a GradScaler multiplies this step's loss by
     next_scale: torch.Tensor | None = None  # and the next one's: smaller where this step's gradient was not finite
-    take_norms: bool = True
+    take_norms: bool = True  # the same on all ranks
+    uneven_items: bool = False  # this rank's share of items is not that of its samples, which the estimate counts
+    norms_missing: bool = False  # of some bucket
     ready: list[Any] = field(default_factory=list)
     done: list[Any] = field(default_factory=list)
     noted: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)  # by column of `wire` and bucket
@@ -213,7 +215,7 @@ class StepInProgress:
             self.item_total = entry.item_total.value()
             by_samples, by_items = entry.local_batch * self.item_total, entry.items * entry.total_batch
             # The estimate counts samples: it would take a share of items for noise.
-            self.take_norms = self.take_norms and abs(by_items - by_samples) < 0.01 * by_samples
+            self.uneven_items = abs(by_items - by_samples) >= 0.01 * by_samples
         return entry.items / self.item_total if self.item_total > 0 else 0.0
 
     def unwatch(self) -> None:
@@ -233,11 +235,17 @@ class StepInProgress:
 
     def norms(self) -> dict[str, list[torch.Tensor]]:
         """Return what was noted of every bucket, by name and on the device, and a sample of the last bucket."""
-        every = range(len(self.ready))
-        names = sorted({name for name, _ in self.noted})
-        found = {name: [self.noted[name, index] for index in every if (name, index) in self.noted] for name in names}
-        whole = {name: parts for name, parts in found.items() if len(parts) == len(every)}
-        return whole if self.sample is None else {**whole, "sample": [self.sample]}
+        found: dict[str, list[torch.Tensor]] = {}
+        for (name, _), value in self.noted.items() if not self.norms_missing else ():
+            found.setdefault(name, []).append(value)
+        if len(found.get("previous_dot", ())) < len(self.ready):  # DDP has made other buckets since the step before
+            found.pop("previous_dot", None)
+        return found if self.sample is None else {**found, "sample": [self.sample]}
+
+    @property
+    def has_norms(self) -> bool:
+        """Whether norms were taken on all ranks; this one may have had no bucket's sum to read."""
+        return self.synced and self.take_norms and not self.norms_missing
 
     @property
     def backward_began(self) -> bool:
@@ -252,13 +260,14 @@ class StepInProgress:
         load_s = self.entry.load_s
         before = device.seconds(self.forward_start, self.backward_start)
         before += device.seconds(self.optimizer_start, self.optimizer_end)
-        done = [device.seconds(self.backward_start, mark) for mark in self.done]
+        ready = [device.seconds(self.backward_start, mark) for mark in self.ready]
+        done = device.ends_s(self.backward_start, ready, self.done)
         other = max(0.0, device.seconds(self.backward_start, self.optimizer_start) - max(done))
         if self.previous_end is not None:
             other += max(0.0, device.seconds(self.previous_end, self.forward_start) - load_s)
         return StepRecord(
             before_s=before + (load_s if self.entry.loaded_alone else 0.0),
-            ready_s=[device.seconds(self.backward_start, mark) for mark in self.ready],
+            ready_s=ready,
             done_s=done,
             load_s=load_s,
             other_s=other,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -69,7 +69,7 @@ class Update:
         self.optimizer = optimizer
         self.progress = 0.0  # B0-steps so far; a skipped step of a fused optimizer may be counted until the next one
         has_variance = _is_one_of(_ADAM_FAMILY, optimizer) and not _is_one_of(_WITHOUT_VARIANCE, optimizer)
-        self.variance = InverseVariance(optimizer) if has_variance else None
+        self.variance = AdamVariance(optimizer) if has_variance else None
         self._rule = rule
         self._device = device
         self._own_rates: list[tuple[dict[str, Any], Any]] = []  # the user's, while the optimizer steps
@@ -131,8 +131,15 @@ class Update:
         self.progress, self._uncertain = progress, None
 
 
-class InverseVariance:
-    """1/v of a bucket's parameters, out of an Adam optimizer's own state.
+class Variance(NamedTuple):
+    """v of each element of a bucket, divided by a factor that all elements have in common."""
+
+    of_elements: torch.Tensor
+    common: torch.Tensor | float  # 1 - beta^t: v begins at 0
+
+
+class AdamVariance:
+    """v of a bucket's parameters, out of an Adam optimizer's own state.
 
     The noise scale that Adam sees is that of the gradient divided by the root of its running variance v (docs,
     mathematics). v must be from before this step: with the step's own gradient in it both norms come out too small.
@@ -142,20 +149,30 @@ class InverseVariance:
         self._optimizer = optimizer
         self._decays: dict[int, float] = {}
         self._num_steps = 0
+        self._commons: dict[tuple[float, bool], torch.Tensor | float] = {}  # of this step
 
     def count_step(self) -> None:
         """Take note that the optimizer has taken a step."""
         self._num_steps += 1
+        self._commons.clear()
 
-    def __call__(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Return 1/v of these parameters in a row, corrected for its start at 0; None while it says little."""
+    def __call__(self, parameters: Sequence[torch.Tensor]) -> Variance | None:
+        """Return v of these parameters in a row; None while it says little. In few kernels: a bucket waits for it."""
         state = self._optimizer.state
         if self._num_steps < _FIRST_STEPS or any("exp_avg_sq" not in state.get(p, {}) for p in parameters):
             return None
         variance = torch.cat([_flat(state[p]["exp_avg_sq"], p) for p in parameters])
         variance = variance.to(torch.promote_types(variance.dtype, torch.float32))
-        variance /= 1 - self._decay(parameters[0]) ** state[parameters[0]]["step"]
-        return variance.clamp_(min=_FLOOR * variance.mean()).clamp_(min=1e-30).reciprocal_()
+        floor = variance.mean().mul_(_FLOOR).add_(1e-30)
+        return Variance(variance.clamp_(min=floor), self._common(parameters[0]))
+
+    def _common(self, parameter: torch.Tensor) -> torch.Tensor | float:
+        """Return 1 - beta^t, which corrects v for its start at 0; a fused optimizer has t on the device."""
+        decay, step = self._decay(parameter), self._optimizer.state[parameter]["step"]
+        key = decay, isinstance(step, torch.Tensor) and step.device.type != "cpu"
+        if key not in self._commons:
+            self._commons[key] = 1 - decay ** (step if key[1] else float(step))
+        return self._commons[key]
 
     def _decay(self, parameter: torch.Tensor) -> float:
         if id(parameter) not in self._decays:  # at first, and after add_param_group

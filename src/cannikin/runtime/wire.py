@@ -49,7 +49,7 @@ _STEP = (
     "load_s",
     "other_s",
     "local_sqnorm",  # |g_i|^2
-    "global_sqnorm",  # |g|^2
+    "global_sqnorm",  # |g|^2 of the buckets whose sum this rank has read
     "previous_dot",  # g . g'
 )
 
@@ -91,7 +91,7 @@ def _scales(step: StepInProgress) -> list[torch.Tensor]:
 
 
 def _read_norms(step: StepInProgress, values: Iterator[float]) -> dict[str, float]:
-    """Return |g_i|^2, |g|^2 and g . g' as far as they were taken, infinite where the gradient was not finite.
+    """Return |g_i|^2, a part of |g|^2, and g . g', as far as they were taken; infinite where a gradient is not finite.
 
     A GradScaler that lowers its scale after a step has found that in it; else the norms tell, or the sample.
     """
@@ -101,6 +101,8 @@ def _read_norms(step: StepInProgress, values: Iterator[float]) -> dict[str, floa
     sums = {name: _unscaled(sum(parts), scale) for name, parts in noted.items()}
     if "local_sqnorm" in sums:
         sums["local_sqnorm"] *= step.norm_scale
+    if step.has_norms:
+        sums.setdefault("global_sqnorm", 0.0)
     if after < scale or not math.isfinite(sample):
         sums["global_sqnorm"] = math.inf
     return sums
@@ -167,6 +169,7 @@ def merge_windows(sent: torch.Tensor, first_step: int, num_steps: int, *, loaded
     ahead, max_batch = sent[:, : len(_RANK)].numpy().T
     valid = table["valid"] == 1
     load_s, other_s = (np.where(valid, table[name], 0.0) for name in ("load_s", "other_s"))
+    parts = table["global_sqnorm"]
     window = StepWindow(
         first_step=first_step,
         local_batches=np.maximum(table["local_batch"], 1).astype(np.int64),
@@ -174,11 +177,11 @@ def merge_windows(sent: torch.Tensor, first_step: int, num_steps: int, *, loaded
         ready_s=np.where(valid[..., None], table["ready_s"], 1.0),
         done_s=np.where(valid[..., None], table["done_s"], 1.0),
         local_sqnorm=table["local_sqnorm"].copy(),
-        global_sqnorm=table["global_sqnorm"][:, 0].copy(),
+        global_sqnorm=np.where(np.isinf(parts).any(axis=1), np.inf, parts.sum(axis=1)),
         valid=valid,
         load_s=np.zeros_like(load_s) if loaded_alone else load_s,
         max_batch=max_batch.astype(np.int64),
-        previous_dot=table["previous_dot"][:, 0].copy(),
+        previous_dot=table["previous_dot"][:, 0].copy(),  # only one rank alone takes it
     )
     return Gathered(window=window, load_s=load_s, other_s=other_s, num_ahead=int(ahead.max()))
 

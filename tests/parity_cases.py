@@ -719,7 +719,7 @@ def graphs(rank: int, world_size: int) -> list[list[str]]:
 
 
 def norms(rank: int, world_size: int) -> list[list[float]]:
-    """Relative errors of the squared norms, this rank's and on rank 0 the whole batch's, at steps of many buckets."""
+    """Relative errors of the squared norms, this rank's and the whole batch's, at steps of many buckets."""
     net = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(30))).double().to(DEVICE)
     reference = copy.deepcopy(net)
     model = HeteroDataParallel(net, sgd(net), bucket_cap_mb=0.0005)
@@ -737,8 +737,12 @@ def norms(rank: int, world_size: int) -> list[list[float]]:
         model(parts[rank]).square().mean().backward()
         now = model.engine.loop.step
         noted = now.norms()
-        taken = [float(sum(noted[name])) for name in ("local_sqnorm", "global_sqnorm") if name in noted]
-        errors.append([found / truth - 1 for found, truth in zip(taken, squares, strict=False)])
+        read = noted.get("global_sqnorm", [])  # of every other bucket: ranks share them
+        assert len(read) == len(range(rank, len(noted["local_sqnorm"]), world_size))
+        whole = torch.zeros((), dtype=torch.float64, device=DEVICE) + sum(read)
+        dist.all_reduce(whole)
+        taken = [float(sum(noted["local_sqnorm"])), float(whole)]
+        errors.append([found / truth - 1 for found, truth in zip(taken, squares, strict=True)])
     return errors
 
 
