@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cannikin import HeteroDataLoader, HeteroDataParallel
+from cannikin import HeteroDataLoader, HeteroDataParallel, step_time
 from cannikin.lab.cluster import LabDevice
 from cannikin.lab.mechanisms.gpu import as_host
 from cannikin.lab.spin import SpinPace
@@ -29,6 +29,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 SAMPLE_S, FIXED_S, FORWARD_SHARE = 2.5e-3, 5e-3, 0.4  # so long that real work, about 2 ms per step, hardly counts
 NUM_LAYERS, WIDTH = 12, 1024
+LAST = 20  # steps that are compared
 
 
 def begin(rank: int, world_size: int, folder: str, mps: dict[str, str], form: str) -> None:
@@ -85,7 +86,9 @@ def learned(
     throttle.install()
     net = layers()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
-    model = HeteroDataParallel(net, optimizer, bucket_cap_mb=16)
+    sums = Sums()
+    wrapper = None if form == "gloo" else sums.around
+    model = HeteroDataParallel(net, optimizer, bucket_cap_mb=16, comm_wrapper=wrapper)
     total = 32 * world_size
     loader = HeteroDataLoader(Numbers(total * steps), model=model, batch_size=total, collate_fn=len)
     inputs = torch.randn(total, WIDTH, device="cuda")
@@ -94,6 +97,7 @@ def learned(
         if step == steps // 2 and form != "gloo":  # which waits by itself
             torch.cuda.set_sync_debug_mode("error")  # from here on nothing may wait for the device
         optimizer.zero_grad()
+        sums.begin_step()
         loss = model(inputs[:size]).square().mean()
         marks.append([_event()])
         loss.backward()
@@ -103,12 +107,15 @@ def learned(
     torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     throttle.remove()
-    # From the optimizer's start to the next backward's, by events of the script's own.
+    # From the optimizer's start to the next backward's, and from one backward to the next, by the script's own events.
     before = [end[1].elapsed_time(start[0]) / 1e3 for end, start in itertools.pairwise(marks)]
-    befores = [torch.zeros(1, dtype=torch.float64, device="cuda") for _ in speeds]
-    dist.all_gather(befores, torch.tensor([np.median(before[-20:])], dtype=torch.float64, device="cuda"))
+    interval = [first[0].elapsed_time(second[0]) / 1e3 for first, second in itertools.pairwise(marks)]
+    own = torch.tensor([np.median(before[-LAST:]), np.median(interval[-LAST:])], dtype=torch.float64, device="cuda")
+    everybody = [torch.zeros_like(own) for _ in speeds]
+    dist.all_gather(everybody, own)
+    befores, intervals = torch.stack(everybody).T.tolist()
     sizes = model.engine._reducer.bucket_bytes
-    alone_s = _all_reduce_seconds(sizes, rounds=30)
+    sums_s = _all_reduce_seconds(sizes, rounds=30) if form == "gloo" else sums.seconds()
     if rank != 0:
         return None
     cluster = model.engine.coordinator.planner.model().cluster
@@ -120,11 +127,41 @@ def learned(
         "plans": [plan for plan, before in zip(plans, [None, *plans], strict=False) if plan != before],
         "at_30": plans[30],
         "spun forward": (FORWARD_SHARE * seconds).tolist(),
-        "forward": (cluster.forward.at(batches).tolist(), [float(seconds) for seconds in befores]),
+        "forward": (cluster.forward.at(batches).tolist(), befores),
         "backward": (cluster.backward.at(batches).tolist(), ((1 - FORWARD_SHARE) * seconds).tolist()),
         "overlap": (cluster.gammas.ravel().tolist(), shares.ravel().tolist()),
-        "communication": ((-np.diff(cluster.tails_s, append=0.0)).tolist(), alone_s),
+        "communication": ((-np.diff(cluster.tails_s, append=0.0)).tolist(), sums_s),
+        "step": ([step_time(cluster, plans[-1])], [float(np.median(intervals))]),
     }
+
+
+class Sums:
+    """The test's own events around every all-reduce of NCCL in training: a wrapper of the communication hook."""
+
+    def __init__(self) -> None:
+        self._steps: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = []
+        self._side = torch.cuda.Stream()
+
+    def begin_step(self) -> None:
+        self._steps.append([])
+
+    def around(self, hook: Any) -> Any:
+        def watched(state, bucket):  # type: ignore[no-untyped-def]  # DDP checks annotations
+            start, future = _event(), hook(state, bucket)
+            with torch.cuda.stream(self._side):
+                future.wait()  # the stream waits, the host does not
+                self._steps[-1].append((start, _event()))
+            return future
+
+        return watched
+
+    def seconds(self) -> list[float]:
+        """Return each bucket's median: of the rank that came last, which waited for none; none was queued here."""
+        last = [[start.elapsed_time(end) / 1e3 for start, end in step] for step in self._steps[-LAST:]]
+        least = torch.tensor(last, dtype=torch.float64, device="cuda")
+        dist.all_reduce(least, op=dist.ReduceOp.MIN)
+        medians: list[float] = least.median(dim=0).values.tolist()
+        return medians
 
 
 def _event() -> torch.cuda.Event:

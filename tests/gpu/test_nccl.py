@@ -33,7 +33,7 @@ def truth_of(form, world_size, mps, tmp_path):
 
 def errors_of(learned: dict[str, object]) -> dict[str, float]:
     """The worst relative error of each quantity."""
-    names = ("forward", "backward", "overlap", "communication")
+    names = ("forward", "backward", "overlap", "communication", "step")
     return {name: max(abs(a / b - 1) for a, b in zip(*learned[name], strict=True)) for name in names}
 
 
