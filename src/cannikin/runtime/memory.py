@@ -9,7 +9,8 @@ from cannikin.core.values import NO_MAX
 from cannikin.runtime.device import Memory
 
 _HEADROOM = 0.9  # of the memory there is: fragments, libraries' workspaces and the unforeseen need the rest
-_BACKWARD = 0.25  # of what forward holds: what backward needs beside it and the parameters' gradients
+# What backward needs beside the parameters' gradients, as a share of what forward holds: at least, and to be safe.
+_BACKWARD_LEAST, _BACKWARD = 0.1, 0.25
 # Copies of the trainable parameters that a step keeps beside them: gradients, DDP's buckets, and an optimizer's state.
 _COPIES = 3
 # What the host's allocator says, the driver where torch's own allocator was not asked, and a library with no workspace.
@@ -96,10 +97,10 @@ class MemoryGauge:
             self._memory.release()
 
     def leaves_room(self, before_bytes: int, missing_bytes: int) -> bool:
-        """Return whether backward will most likely go through, now that forward has.
+        """Return whether backward may go through, now that forward has: a run that fits barely is left alone.
 
-        It needs gradients that are not there yet, and something for the gradients of activations: a quarter of what
-        forward holds. Once peaks are known, these say it better, and plans keep to them.
+        It needs gradients that are not there yet, and something for the gradients of activations: a tenth of what
+        forward holds at least. Once peaks are known, these say it better, and plans keep to them.
 
         Args:
             before_bytes: what was allocated before forward.
@@ -108,7 +109,7 @@ class MemoryGauge:
         if self._memory is None or self._by_peaks < NO_MAX:
             return True
         allocated = self._memory.allocated()
-        return allocated + missing_bytes + _BACKWARD * (allocated - before_bytes) <= self._memory.limit()
+        return allocated + missing_bytes + _BACKWARD_LEAST * (allocated - before_bytes) <= self._memory.limit()
 
     def hold(self, local_batch: int, part: int, *, held_bytes: int, base_bytes: int) -> None:
         """Take note that this local batch is too large, and that `part` of its samples went through at once.
@@ -122,7 +123,7 @@ class MemoryGauge:
         assert self._memory is not None, "only where memory can be read is a forward watched"
         self.part, self._before = part, None
         needed = (1 + _BACKWARD) * held_bytes / part  # by a sample
-        fits = int((self._memory.limit() - base_bytes) / needed) if needed > 0 else 0
+        fits = int((_HEADROOM * self._memory.limit() - base_bytes) / needed) if needed > 0 else 0
         self._by_failures = max(part, min(fits, local_batch - 1))
 
     def advice(self, rank: int, local_batch: int) -> str:
