@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import nccl_cases
 import numpy as np
 import pytest
 import torch
@@ -49,9 +50,12 @@ def make(net: nn.Module, kind: str) -> torch.optim.Optimizer:
     return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
 
 
-def parameters_of_ranks(rank: int, world_size: int, kind: str) -> list[np.ndarray]:
+def parameters_of_ranks(
+    rank: int, world_size: int, folder: str, mps: dict[str, str], form: str, kind: str
+) -> list[np.ndarray]:
     from cannikin import HeteroDataParallel
 
+    nccl_cases.begin(rank, world_size, folder, mps, form)
     deterministic()
     net = network()
     if kind == "channels last":
@@ -94,10 +98,11 @@ def parameters_of_one(kind: str) -> list[np.ndarray]:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize("form", ["gloo", "nccl"])
 @pytest.mark.parametrize("kind", ["plain", "channels last", "grad scaler", "fused adamw", "compiled"])
-def test_three_unequal_ranks_on_one_gpu_end_with_the_parameters_of_one_process(kind):
+def test_three_unequal_ranks_on_one_gpu_end_with_the_parameters_of_one_process(kind, form, mps, tmp_path):
     expected = parameters_of_one(kind)
-    for result in run_ranks(parameters_of_ranks, 3, kind, timeout_s=110):
+    for result in run_ranks(parameters_of_ranks, 3, str(tmp_path), mps, form, kind, timeout_s=110):
         for ours, theirs in zip(result, expected, strict=True):
             assert np.abs(ours - theirs).max() <= 2e-5 * np.abs(theirs).max()
 
@@ -132,8 +137,12 @@ def train_pairs(net: nn.Module, model: Any, parts: Any, *, half: bool) -> list[n
     return [p.detach().cpu().numpy() for p in net.parameters()]
 
 
-def pairs_of_ranks(rank: int, world_size: int, half: bool) -> list[np.ndarray]:
+def pairs_of_ranks(
+    rank: int, world_size: int, folder: str, mps: dict[str, str], form: str, half: bool
+) -> list[np.ndarray]:
     from cannikin import HeteroDataParallel
+
+    nccl_cases.begin(rank, world_size, folder, mps, form)
 
     def parts(step: int, model: HeteroDataParallel) -> slice:
         split = ((200, 70, 30), (100, 100, 100), (30, 20, 250))[step % 3]
@@ -148,12 +157,13 @@ def pairs_of_ranks(rank: int, world_size: int, half: bool) -> list[np.ndarray]:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize("form", ["gloo", "nccl"])
 @pytest.mark.parametrize(("half", "tolerance"), [(False, 1e-4), (True, 0.05)], ids=["float32", "bfloat16"])
-def test_tables_of_embeddings_under_adam_end_as_in_one_process(half, tolerance):
+def test_tables_of_embeddings_under_adam_end_as_in_one_process(half, tolerance, form, mps, tmp_path):
     deterministic()
     torch.manual_seed(0)
     expected = train_pairs(Pairs().cuda(), lambda net, adam: net, lambda step, model: slice(None), half=half)
-    for result in run_ranks(pairs_of_ranks, 3, half, timeout_s=110):
+    for result in run_ranks(pairs_of_ranks, 3, str(tmp_path), mps, form, half, timeout_s=110):
         for ours, theirs in zip(result, expected, strict=True):
             assert np.abs(ours - theirs).max() <= tolerance * np.abs(theirs).max()
 
