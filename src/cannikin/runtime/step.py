@@ -236,8 +236,8 @@ class StepInProgress:
     def norms(self) -> dict[str, list[torch.Tensor]]:
         """Return what was noted of every bucket, by name and on the device, and a sample of the last bucket."""
         found: dict[str, list[torch.Tensor]] = {}
-        for (name, _), value in self.noted.items() if not self.norms_missing else ():
-            found.setdefault(name, []).append(value)
+        for name, bucket in sorted(self.noted) if not self.norms_missing else ():
+            found.setdefault(name, []).append(self.noted[name, bucket])
         if len(found.get("previous_dot", ())) < len(self.ready):  # DDP has made other buckets since the step before
             found.pop("previous_dot", None)
         return found if self.sample is None else {**found, "sample": [self.sample]}
