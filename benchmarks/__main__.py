@@ -18,10 +18,11 @@ BENCHMARKS = {
     "overhead": "overhead",
     "paper": "paper.evaluate",
     "runlog_size": "runlog_size",
+    "settling": "settling",
     "solver": "solver",
 }
 # Those whose `main()` takes a list of options.
-WITH_OPTIONS = ("gpu", "lab_limit", "paper")
+WITH_OPTIONS = ("gpu", "lab_limit", "paper", "settling")
 
 
 def main(arguments: list[str]) -> int:

@@ -191,3 +191,20 @@ def test_the_run_log_reads_like_a_real_ones(tmp_path):
     assert read.events[-1].kind == "end"
     assert any(event.kind == "eval" for event in read.events)
     assert read.windows[-1].noise is not None
+
+
+def test_first_steps_at_a_new_size_are_slow_and_are_not_measured(machine):
+    planner, slow = Script(), replace(machine, new_size=2.0)
+    run = Simulation(slow, planner, JOB).run(max_steps=40)
+    usual = Simulation(machine, Script(), JOB).run(max_steps=40)
+    assert run.elapsed_s > 1.1 * usual.elapsed_s
+    for window in planner.windows[1:]:
+        is_new = np.diff(window.local_batches[:, 0], prepend=window.local_batches[0, 0]) != 0
+        assert not window.valid[is_new, 0].any()
+        assert window.valid[~is_new, 1].all()
+
+
+def test_plans_are_later_by_the_lag(machine):
+    planner = Script()
+    Simulation(machine, planner, JOB, lag=2).run(max_steps=20)
+    assert planner.asked[1:] == [5 + IN_FORCE + 2, 10 + IN_FORCE + 2, 15 + IN_FORCE + 2, 20 + IN_FORCE + 2]

@@ -58,6 +58,9 @@ class Machine:
         max_batch: the most samples that each rank's memory holds, [n].
         jitter, bucket_jitter, outliers: scatter of each rank, [n].
         comm_jitter, comm_outliers, drift: scatter of the all-reduces, and the amplitude of the ranks' drift.
+        new_size: excess of a rank's first step at a local batch that it has not run before, times its compute time; the
+            runtime does not measure such steps, and neither does the simulator. A known batch after another one costs a
+            tenth of that.
     """
 
     names: tuple[str, ...]
@@ -75,6 +78,7 @@ class Machine:
     comm_jitter: float = _COMM_JITTER
     comm_outliers: float = _COMM_OUTLIERS
     drift: float = _DRIFT
+    new_size: float = 0.0
 
     @property
     def num_ranks(self) -> int:
@@ -100,13 +104,17 @@ class Machine:
         launch_s, fixed_s = (times[1][:, None] * self.ready_by_layers for times in (self.launch_s, self.fixed_s))
         return _smooth_max(launch_s, fixed_s + samples_s, self.sharpness[:, None])
 
-    def measure(self, local_batches: IntArray, first_step: int, rng: np.random.Generator) -> StepTimes:
-        """Return the times of steps with these local batches, [S, n], with noise."""
+    def measure(
+        self, local_batches: IntArray, first_step: int, rng: np.random.Generator, slowness: FloatArray | None = None
+    ) -> StepTimes:
+        """Return the times of steps of these local batches, [S, n], with noise; `slowness`, [S, n], multiplies them."""
         steps = len(local_batches)
         if (local_batches == local_batches[0]).all():
             local_batches = local_batches[:1]  # powers are slow: compute them once
         forward, _ = self.compute(local_batches)
         shared = self._drift(first_step, steps) * np.exp(self.jitter * rng.standard_normal((steps, self.num_ranks)))
+        if slowness is not None:
+            shared = shared * slowness
         slow = np.where(rng.random((2, steps, self.num_ranks)) < self.outliers, _OUTLIER_FACTOR, 1.0)
         own = np.exp(0.5 * self.jitter * rng.standard_normal((2, steps, self.num_ranks))) * slow
         before = forward * shared * own[0]

@@ -20,7 +20,7 @@ from cannikin.core.cutting import cut, least_local
 from cannikin.core.lr import LR_RULES
 from cannikin.core.planner import Decision, Planner
 from cannikin.core.schedule import IN_FORCE, Schedule, takes_norms
-from cannikin.core.values import FloatArray, IntArray, Job, Plan, StepWindow
+from cannikin.core.values import BoolArray, FloatArray, IntArray, Job, Plan, StepWindow
 from cannikin.errors import InvalidInputError
 from cannikin.runlog import (
     EventRecord,
@@ -78,6 +78,7 @@ class Simulation:
         workload: what steps are worth; None for a run that only takes time, without norms.
         seed: of all noise; the same seed, planner and machine give the same run.
         pace: "window", or "epoch" for a planner that sees one window per epoch.
+        lag: steps by which every plan is later, as on devices whose times reach the host that late.
         observers: get the records that the runtime would write, in simulated time.
         on_progress: called with the share of the run that is done, now and then.
     """
@@ -91,11 +92,12 @@ class Simulation:
         *,
         seed: int = 0,
         pace: str = "window",
+        lag: int = 0,
         observers: tuple[Observer, ...] = (),
         on_progress: Callable[[float], None] | None = None,
     ) -> None:
         self.machine, self.planner, self.job, self.workload = machine, planner, job, workload
-        self.pace = pace
+        self.pace, self.lag = pace, lag
         self._goal = math.inf if workload is None else workload.target_progress
         self.step, self.samples, self.progress, self.elapsed_s, self.planner_s = 0, 0, 0.0, 0.0, 0.0
         self.epochs: list[EpochRecord] = []
@@ -103,6 +105,8 @@ class Simulation:
         self._rng = np.random.default_rng(seed)
         self._schedule = Schedule(job, planner.decide(None, job, 0))
         self._plans: list[tuple[int, Plan]] = [(0, self._schedule.newest)]
+        self._sizes: list[set[int]] = [set() for _ in machine.names]  # local batches that each rank has run,
+        self._last_sizes = np.zeros(machine.num_ranks, dtype=np.int64)  # and the one of its last step
         self._epoch_start = (0, 0.0, 0.0)  # step, elapsed and planner's time at the start of the epoch
 
     def begin(self, policy: str, tags: dict[str, str]) -> None:
@@ -174,10 +178,22 @@ class Simulation:
         while self.step < end and self.progress < self._goal:
             chunk = min(_MAX_CHUNK, end - self.step)
             batches = self._cut(self._schedule.local_batches(self.step, chunk))
-            times = self.machine.measure(np.where(batches > 0, batches, _PADDING), self.step, self._rng)
-            window = self._window(batches, times) if chunk == self._schedule.window_steps(self.step) else None
+            sizes = np.where(batches > 0, batches, _PADDING)
+            is_new, slowness = self._new_sizes(sizes) if self.machine.new_size else (batches < 0, None)
+            times = self.machine.measure(sizes, self.step, self._rng, slowness)
+            window = self._window(batches, times, ~is_new) if chunk == self._schedule.window_steps(self.step) else None
             self._account(batches, times.step_s)
         return window
+
+    def _new_sizes(self, sizes: IntArray) -> tuple[BoolArray, FloatArray]:
+        """Return where a rank runs a size for the first time, and how much longer steps take after a change, [S, n]."""
+        changed = np.diff(sizes, axis=0, prepend=self._last_sizes[None]) != 0
+        is_new = np.zeros(sizes.shape, dtype=np.bool_)
+        for step, rank in np.argwhere(changed).tolist():
+            is_new[step, rank] = sizes[step, rank] not in self._sizes[rank]
+            self._sizes[rank].add(int(sizes[step, rank]))
+        self._last_sizes = sizes[-1]
+        return is_new, 1.0 + self.machine.new_size * np.where(is_new, 1.0, 0.1 * changed)
 
     def _cut(self, batches: IntArray) -> IntArray:
         """Cut the last batch of every epoch short, as the runtime does, [S, n]; a rank may be left without samples."""
@@ -231,8 +247,8 @@ class Simulation:
             data: dict[str, Any] = {self.workload.spec.metric_name: record.metric}
             self._write(EventRecord(step=step, kind="eval", data=data, elapsed_ms=elapsed_s * 1e3))
 
-    def _window(self, batches: IntArray, times: StepTimes) -> StepWindow:
-        """Return what the runtime would have measured; the first step of a run never counts."""
+    def _window(self, batches: IntArray, times: StepTimes, usual: BoolArray) -> StepWindow:
+        """Return what the runtime would have measured; the first step of a run never counts, nor do unusual ones."""
         shape = batches.shape
         steps = self.step + np.arange(len(batches))
         local, total = np.full(shape, np.nan), np.full(len(batches), np.nan)
@@ -249,13 +265,13 @@ class Simulation:
             done_s=times.done_s,
             local_sqnorm=local,
             global_sqnorm=total,
-            valid=(steps[:, None] > 0) & (batches > 0),
+            valid=(steps[:, None] > 0) & (batches > 0) & usual,
         )
 
     def _look(self, window: StepWindow) -> None:
         """Show the planner a window, and put its decision on the schedule."""
         start_s, last = time.process_time(), self._schedule.newest
-        decision = self._schedule.decide(self.planner, window, self.step + IN_FORCE)
+        decision = self._schedule.decide(self.planner, window, self.step + IN_FORCE + self.lag)
         self.planner_s += time.process_time() - start_s
         plan = decision.plan
         if (plan.local_batches, plan.reason) != (last.local_batches, last.reason):
