@@ -113,6 +113,67 @@ def test_a_settled_plan_is_kept_while_nothing_changes() -> None:
     assert len(later) <= 4
 
 
+def test_where_communication_decides_plans_stay() -> None:
+    # On an H200 at 192 samples, where every split took 30 ms, plans wandered from (64, 64, 64) to (6, 133, 53) and on.
+    cluster = cluster_of([1.0, 0.5, 0.25], overlapped_s=20.0)
+    for seed in range(5):
+        training = started(Job(num_ranks=3, batch_size=192), seed, delay=DESIGN_DELAY)
+        training.run(cluster, 300, noise=0.03)
+        assert {plan.local_batches for plan in training.plans} == {(64, 64, 64)}
+
+
+def slow_at_new_sizes(training: Training, cluster: Cluster, num_steps: int, factor: float, seen: set[int]) -> None:
+    """Train with steps that take `factor` times as long where rank 0's batch is new, and are not measured then."""
+    end = training.step + num_steps
+    while training.step < end:
+        batches = training.schedule.local_batches(training.step, training.schedule.window_steps(training.step))
+        window = measure(cluster, batches, training.rng, noise=0.02, outliers=0.0, first_step=training.step)
+        for s, size in enumerate(batches[:, 0].tolist()):
+            if size not in seen:
+                window.before_s[s] *= factor
+                window.ready_s[s] *= factor
+                window.done_s[s] *= factor
+                window.valid[s] = False
+            seen.add(size)
+        training.show(window)
+
+
+def test_a_change_must_save_more_than_new_sizes_cost() -> None:
+    cluster = cluster_of([1.0, 0.5, 0.25])
+    slower = slowed(cluster, 0, 1.08)
+    changes = {}
+    for factor in (1.0, 40.0):
+        training, seen = started(Job(num_ranks=3, batch_size=768), 1), set()
+        slow_at_new_sizes(training, cluster, 60, factor, seen)
+        settled = training.plans[-1].local_batches
+        slow_at_new_sizes(training, slower, 60, factor, seen)
+        changes[factor] = training.plans[-1].local_batches != settled
+        reasons = [plan.reason for plan in training.plans]
+    assert changes == {1.0: True, 40.0: False}
+    assert any("a change costs" in reason for reason in reasons)
+
+
+def test_right_after_a_change_of_the_total_ranks_of_one_kind_are_not_taken_for_unlike_ones() -> None:
+    # Sixteen ranks that settle near their first batches: each alone hardly knows its slope.
+    excesses = []
+    for seed in range(8):
+        cluster = cluster_of([1.0] * 4 + [0.8] * 4 + [0.7] * 8, overlapped_s=0.01)
+        job = Job(num_ranks=16, batch_size=16 * 64)
+        controller = Controller(job)
+        Training(controller, job, np.random.default_rng(seed), delay=4).run(cluster, 200, noise=0.03)
+        split = controller.split_for(round(1.8 * 16 * 64))
+        assert split is not None
+        excesses.append(excess(cluster, split.local_batches))
+    assert max(excesses) < 0.05
+
+
+def test_the_number_of_sizes_is_said_where_a_compiler_may_suffer() -> None:
+    cluster, training = cluster_of([1.0, 0.5, 0.25]), started(Job(num_ranks=3, batch_size=300), 0)
+    for k in range(9):
+        training.run(slowed(cluster, k % 3, 3.0), 40, noise=0.02)
+    assert any("sizes" in plan.reason for plan in training.plans)
+
+
 def test_a_change_of_speed_is_named_with_rank_factor_and_step() -> None:
     cluster = cluster_of([1.0, 0.5, 0.25])
     training = started(Job(num_ranks=3, batch_size=192), 5)

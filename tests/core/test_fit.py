@@ -62,6 +62,25 @@ def test_one_batch_size_does_not_identify_a_line_and_two_close_ones_do_not_eithe
         assert np.isfinite([fit.curve.fixed_s, fit.curve.per_sample_s]).all()
 
 
+def test_a_curve_is_right_near_a_size_that_does_not_lie_on_its_line() -> None:
+    batches = np.array([[64.0, 128.0, 192.0, 256.0]])
+    seconds = 0.01 + 1e-4 * batches
+    seconds[0, 2] *= 1.06  # this size suits the device less
+    fit = fit_curves(batches, seconds, np.full((1, 4), 50.0), 0.01, waves=0.025)
+    assert fit.near([192]).at([192]) == pytest.approx(seconds[0, 2], rel=0.01)
+    assert fit.near([128]).at([128]) == pytest.approx(seconds[0, 1], rel=0.01)
+    assert fit.near([600]).at([600]) == pytest.approx(0.07, rel=0.04)  # far away little is left of it
+
+
+def test_a_rank_whose_batches_lie_close_together_takes_the_fixed_share_of_the_others() -> None:
+    batches = np.array([[32.0, 128.0], [32.0, 120.0], [32.0, 110.0], [60.0, 64.0]])
+    slowness = np.array([[1.0], [1.1], [1.3], [2.0]])
+    seconds = slowness * (0.001 + 1e-4 * batches)  # a fixed share of a tenth or so, far from the prior's half
+    seconds[3] *= [1.01, 0.99]  # noise hides the slope of the last rank
+    curve = fit_curves(batches, seconds, np.full((4, 2), 20.0), 0.03, waves=0.025).curve
+    assert curve.at([[128, 128, 128, 128]])[0, 3] == pytest.approx(2.0 * 0.0138, rel=0.1)
+
+
 def test_all_reduce_times_are_freed_of_waiting_for_a_slow_rank() -> None:
     cluster = Cluster(
         forward=Curve(fixed_s=[0.01, 0.05], per_sample_s=[0, 0]),

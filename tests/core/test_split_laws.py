@@ -173,3 +173,41 @@ def test_many_totals_at_once_give_what_each_gives_alone(instance: tuple[Cluster,
     together = solver.step_times(np.array(totals).reshape(-1, 1))
     assert together.shape == (len(totals), 1)
     assert np.allclose(together.ravel(), [float(solver.step_times(total)) for total in totals], rtol=1e-12, atol=0)
+
+
+@LAW
+@given(clusters_with_total(), st.sampled_from([1, 2, 8]), st.floats(0, 0.5), st.randoms(use_true_random=False))
+def test_a_split_near_another_ends_in_time_and_leaves_a_plan_that_does_as_it_is(
+    instance: tuple[Cluster, int], unit: int, slack: float, random: Random
+) -> None:
+    cluster, total = instance
+    solver, best = SplitSolver(cluster), optimal_split(cluster, total)
+    present = np.array(best.local_batches)
+    for _ in range(3):  # samples go from one rank to another
+        giver, taker = random.randrange(len(present)), random.randrange(len(present))
+        moved = min(int((present - cluster.min_batch)[giver]), int((cluster.max_batch - present)[taker]))
+        present[giver] -= moved
+        present[taker] += moved
+    step_s = best.step_s * (1 + slack) * (1 + 1e-9)
+    near = solver.near(present, step_s, unit)
+    if step_time(cluster, present) <= step_s:
+        assert near is not None
+        assert near.local_batches == tuple(present.tolist())
+    if near is not None:
+        batches = np.array(near.local_batches)
+        assert batches.sum() == total
+        assert ((cluster.min_batch <= batches) & (batches <= cluster.max_batch)).all()
+        assert step_time(cluster, batches) <= step_s * (1 + 1e-9)
+
+
+def test_a_split_near_another_changes_to_whole_units_where_there_is_room() -> None:
+    slowness = np.array([1.0, 2.0, 4.0])
+    curve = Curve(fixed_s=0.004 * slowness, per_sample_s=1e-5 * slowness)
+    cluster = Cluster.two_point(forward=curve, backward=curve, gamma=0.1, overlapped_s=0.1, last_s=0.01)
+    best, present = optimal_split(cluster, 1000), (333, 333, 334)
+    near = SplitSolver(cluster).near(present, best.step_s * 1.003, 8)
+    assert near is not None
+    pairs = zip(near.local_batches, present, strict=True)
+    changed = [batch for batch, before in pairs if batch != before and batch >= 32]
+    assert sum(batch % 8 != 0 for batch in changed) <= 1 < len(changed)
+    assert near.step_s <= best.step_s * 1.003

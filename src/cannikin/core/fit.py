@@ -2,7 +2,8 @@
 
 Times scatter in proportion to themselves, so errors are relative throughout: a curve max(floor, fixed + slope b) is
 fitted to averages y_k of repeated steps at batch b_k by least squares of 1 - f(b_k)/y_k. Two different batches identify
-a line. With one batch only, the curve leans on a weak prior for the fixed share, and `CurveFit.known` is false.
+a line. Where a rank's batches lie too close together for that, its curve leans on the fixed share of the other ranks'
+times, since all of them run one network, and `CurveFit.known` is false.
 """
 
 from __future__ import annotations
@@ -10,42 +11,74 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from cannikin.core.perf import Curve
 from cannikin.core.values import BoolArray, FloatArray, StepWindow
 
 # Prior on the fixed share of a time, mean and standard deviation. Public single-GPU measurements of ResNets, BERT and
-# DeepSpeech2 on five kinds of GPU have shares from .1 to .8 at usual batches. The prior weighs little: as much as a
-# sixth of a step at 10% noise, and less where times are steadier.
+# DeepSpeech2 on five kinds of GPU have shares from .1 to .8 at usual batches.
 _FIXED_SHARE = 0.5
 _FIXED_SHARE_SD = 0.25
+# Variance of the share between ranks before it is known, which weighs as much as so many ranks.
+_SHARE_VARIANCE = 0.12**2
+_PRIOR_RANKS = 4.0
+_ROUNDS = 4  # of expectation and maximisation
+REACH = 0.15  # distance in logarithms at which two sizes' deviations from the curve have a correlation of 1/e
+_MOST_DEVIATION = 0.3  # larger ones are not believed
 # How much better (chi squared) a floor must describe the points before it is believed: three standard deviations.
 _FLOOR_EVIDENCE = 9.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CurveFit:
-    """Fitted curves of n ranks; where `known` is false the data do not yet tell fixed from per-sample time."""
+    """Fitted curves of n ranks; where `known` is false the data do not yet tell fixed from per-sample time.
+
+    `deviations` are what `near` needs to know of the points, [n, K]: V^-1 e, in `fit_curves`'s terms.
+    """
 
     curve: Curve
     known: BoolArray
+    batches: FloatArray
+    deviations: FloatArray
+    waves: float
+
+    def near(self, local_batches: npt.ArrayLike) -> Curve:
+        """Return the curves as they are near these batches, [n]: times the deviation that the points around promise."""
+        away = np.abs(np.log(self.batches) - np.log(np.asarray(local_batches, dtype=np.float64))[:, None])
+        related = self.waves**2 * np.exp(-away / REACH)
+        factor = 1.0 + (related * self.deviations).sum(axis=1).clip(-_MOST_DEVIATION, _MOST_DEVIATION)
+        curve = self.curve
+        return Curve(
+            fixed_s=curve.fixed_s * factor,
+            per_sample_s=curve.per_sample_s * factor,
+            floor_s=curve.floor_s * factor,
+        )
 
 
 def fit_curves(
-    batches: FloatArray, seconds: FloatArray, weights: FloatArray, noise: float, trust: FloatArray | None = None
+    batches: FloatArray,
+    seconds: FloatArray,
+    weights: FloatArray,
+    noise: float,
+    *,
+    waves: float = 0.0,
 ) -> CurveFit:
     """Fit one curve per rank to averages of repeated measurements.
 
-        minimise  sum_k w_k (1 - f(b_k)/y_k)^2 / noise^2 + prior,   f(b) = max(F, s + q b),  s, q, F >= 0
+        minimise  e' V^-1 e + prior,   e_k = 1 - f(b_k)/y_k,   f(b) = max(F, s + q b),  s, q, F >= 0
+        V_kl = [k = l] noise^2/w_k + waves^2 exp(-|log b_k/b_l| / reach)
 
-    Every place of the knee among the points is tried: the first m points on the floor, the others on the line.
+    Times lie on a curve within a few per cent only, because GPUs work in waves and some sizes suit them better: V has
+    the noise of each average and the deviations of sizes, which neighbouring sizes share. Every place of the knee among
+    the points is tried: the first m points on the floor, the others on the line.
 
     Args:
         batches: b_k, increasing along each row, [n, K]; entries of weight 0 come last.
         seconds: y_k > 0, [n, K].
         weights: number of steps behind each average, [n, K].
         noise: relative scatter of one step's time.
-        trust: factor on the prior's weight, [n]; 1 where it is left out.
+        waves: relative standard deviation of a size's time from the curve.
 
     Example:
         >>> fit = fit_curves(np.array([[8.0, 32.0]]), np.array([[0.010, 0.022]]), np.array([[50.0, 50.0]]), 0.02)
@@ -53,50 +86,82 @@ def fit_curves(
         ([0.006], [0.0005], [True])
     """
     count = (weights > 0).sum(axis=1)
-    fixed, slope = _lines(batches, seconds, weights, noise, np.ones(len(batches)) if trust is None else trust)
-    floor = _floors(seconds, weights)
-    line = fixed[..., None] + slope[..., None] * batches[:, None, :]
-    error = 1.0 - np.maximum(floor[..., None], line) / seconds[:, None, :]
-    chi = (weights[:, None, :] * error**2).sum(axis=-1) / noise**2
+    logs = np.log(batches)
+    shared = waves**2 * np.exp(-np.abs(logs[:, :, None] - logs[:, None, :]) / REACH)
+    own = noise**2 / np.maximum(weights, 1e-12)
+    certainty = np.linalg.inv(shared + own[:, :, None] * np.eye(batches.shape[1]))
+    fixed, slope, floor = _lines(batches, seconds, weights, certainty)
+    line = np.maximum(floor[..., None], fixed[..., None] + slope[..., None] * batches[:, None, :])
+    error = 1.0 - line / seconds[:, None, :]
+    chi = np.einsum("nmk,nkl,nml->nm", error, certainty, error)
     chi[:, 1:] += _FLOOR_EVIDENCE
     chi[np.arange(chi.shape[1]) >= np.maximum(count, 1)[:, None]] = np.inf
     best = chi.argmin(axis=1)[:, None]
     fixed_s, per_sample_s, floor_s = (np.take_along_axis(x, best, axis=1)[:, 0] for x in (fixed, slope, floor))
-    curve = Curve(fixed_s=fixed_s, per_sample_s=per_sample_s, floor_s=floor_s)
-    return CurveFit(curve=curve, known=_known(batches, weights, noise))
+    errors = np.take_along_axis(error, best[:, :, None], axis=1)[:, 0]
+    return CurveFit(
+        curve=Curve(fixed_s=fixed_s, per_sample_s=per_sample_s, floor_s=floor_s),
+        known=_known(batches, weights, noise),
+        batches=batches.copy(),
+        deviations=np.einsum("nkl,nl->nk", certainty, errors),
+        waves=waves,
+    )
 
 
 def _lines(
-    batches: FloatArray, seconds: FloatArray, weights: FloatArray, noise: float, trust: FloatArray
-) -> tuple[FloatArray, FloatArray]:
-    """Return fixed and per-sample time of the line through points m, m+1, ... for every m, neither negative, [n, K]."""
-
-    def tail_sums(values: FloatArray) -> FloatArray:
-        sums: FloatArray = values[:, ::-1].cumsum(axis=1)[:, ::-1]
-        return sums
-
-    scaled = weights / noise**2 / seconds
+    batches: FloatArray, seconds: FloatArray, weights: FloatArray, certainty: FloatArray
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Return fixed time, per-sample time and floor for every number m of points on the floor, none negative, [n, K]."""
+    num_points = batches.shape[1]
     heaviest = np.take_along_axis(seconds, weights.argmax(axis=1)[:, None], axis=1)
-    prior = trust[:, None] / (_FIXED_SHARE_SD * heaviest) ** 2
-    n00 = tail_sums(scaled / seconds) + prior
-    n01 = tail_sums(scaled * batches / seconds)
-    n11 = tail_sums(scaled * batches**2 / seconds) + 1e-12 * (batches / seconds) ** 2
-    r0 = tail_sums(scaled) + prior * _FIXED_SHARE * heaviest
-    r1 = tail_sums(scaled * batches)
-    determinant = n00 * n11 - n01**2
-    fixed = (n11 * r0 - n01 * r1) / determinant
-    slope = (n00 * r1 - n01 * r0) / determinant
-    slope = np.where(fixed < 0, r1 / n11, slope)
-    fixed = np.where(slope < 0, r0 / n00, np.maximum(fixed, 0.0))
-    return fixed, np.maximum(slope, 0.0)
+    largest = np.where(weights > 0, batches, 1.0).max(axis=1, keepdims=True)
+    # Unknowns: fixed and floor in units of the heaviest point's time, slope in units of it per largest batch.
+    rising = np.arange(num_points) >= np.arange(num_points)[:, None]  # [m, k]
+    unit = (heaviest / seconds)[:, None, :]
+    design = np.stack([rising * unit, rising * unit * (batches / largest)[:, None, :], ~rising * unit])  # [3, n, m, k]
+    explained = np.einsum("anmk,nkl->anml", design, certainty)
+    normal = np.einsum("anml,bnml->nmab", explained, design)
+    right = explained.sum(axis=-1).transpose(1, 2, 0)
+    share, variance = _common_share(normal[:, 0, :2, :2], right[:, 0, :2])
+    normal[..., 0, 0] += 1.0 / variance
+    right[..., 0] += share / variance
+    normal += 1e-9 * np.eye(3)
+
+    def solve(without: int | None) -> FloatArray:
+        matrix = normal.copy()
+        if without is not None:
+            matrix[..., without, without] += 1e15
+        solved: FloatArray = np.linalg.solve(matrix, right[..., None])[..., 0]
+        return solved
+
+    found = solve(None)
+    found = np.where(found[..., :1] < 0, solve(0), found)
+    found = np.maximum(np.where(found[..., 1:2] < 0, solve(1), found), 0.0)
+    fixed, slope, floor = (heaviest * found[..., k] for k in range(3))
+    return fixed, slope / largest, np.where(np.arange(num_points) > 0, floor, 0.0)
 
 
-def _floors(seconds: FloatArray, weights: FloatArray) -> FloatArray:
-    """Return the floor that the first m points set, for every m; 0 for m = 0, [n, K]."""
-    weight, inverse = weights.cumsum(axis=1), (weights / seconds).cumsum(axis=1)
-    floor = np.zeros_like(seconds)
-    np.divide(weight[:, :-1], inverse[:, :-1], out=floor[:, 1:], where=inverse[:, :-1] > 0)
-    return floor
+def _common_share(normal: FloatArray, right: FloatArray) -> tuple[float, float]:
+    """Return mean and variance over the ranks of the fixed share of a time, by expectation and maximisation.
+
+    All ranks run one network, so their shares are related: a rank whose batches lie too close together to tell its own
+    takes what the others have.
+
+    Args:
+        normal, right: of each rank's line alone, without a prior, [n, 2, 2] and [n, 2]; the share is the first unknown.
+    """
+    share, variance = _FIXED_SHARE, _SHARE_VARIANCE
+    slope = np.maximum(normal[:, 1, 1], 1e-12)
+    weight = np.maximum(normal[:, 0, 0] - normal[:, 0, 1] ** 2 / slope, 0.0)  # certainty of the share alone,
+    pull = right[:, 0] - normal[:, 0, 1] / slope * right[:, 1]  # and that times the share
+    for _ in range(_ROUNDS):
+        spread = 1.0 / (weight + 1.0 / variance)
+        shares = np.clip(spread * (pull + share / variance), 0.0, 1.0)
+        certainty = len(shares) / variance
+        share = (shares.sum() / variance + _FIXED_SHARE / _FIXED_SHARE_SD**2) / (certainty + _FIXED_SHARE_SD**-2)
+        squares = ((shares - share) ** 2 + spread).sum()
+        variance = (_PRIOR_RANKS * _SHARE_VARIANCE + squares) / (_PRIOR_RANKS + len(shares))
+    return float(share), float(variance)
 
 
 def _known(batches: FloatArray, weights: FloatArray, noise: float) -> BoolArray:

@@ -2,21 +2,25 @@
 
 Each rank has a short history of averages: a local batch, the mean log time of forward (a) and of backward (P), and the
 number of steps behind it. Averages are of logarithms, since times scatter in proportion to themselves, and leave lone
-outliers out; old steps are forgotten slowly. A rank whose times leave its own history on one side (a clipped CUSUM of
-standardised residuals) has changed its speed: its history is multiplied by the observed factor, which keeps the shape
-of its curve, and given little weight, so that later steps soon outweigh it.
+outliers out; old steps are forgotten slowly. Curves are fitted to all ranks' averages together (`fit`), and are known
+better near sizes that were run: `ModelFit.near`.
+
+A rank whose times leave its own history on one side (a clipped CUSUM of standardised residuals) has changed its speed:
+its history is multiplied by the observed factor, which keeps the shape of its curve, and given little weight, so that
+later steps soon outweigh it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from cannikin.core.fit import CurveFit, bucket_times, fit_curves, middle_of, shrunken_gammas, trimmed_mean
+from cannikin.core.fit import REACH, CurveFit, bucket_times, fit_curves, middle_of, shrunken_gammas, trimmed_mean
 from cannikin.core.loading import LoadHistory
-from cannikin.core.perf import Cluster
+from cannikin.core.perf import Cluster, step_time
 from cannikin.core.planner import SpeedChange
 from cannikin.core.values import BoolArray, FloatArray, IntArray, StepWindow
 from cannikin.errors import StateError
@@ -24,14 +28,13 @@ from cannikin.errors import StateError
 _KEEP = 0.99  # share of its weight that a step keeps with every later step: a memory of about 100 steps
 _NEVER_FORGOTTEN = 4.0  # an average keeps the weight of this many steps: nothing else may tell the slope
 _MAX_POINTS = 8  # averages kept for each rank
-_SAME_BATCH = 0.03  # local batches this close (in logarithms) share one average
 # An average this close (in logarithms) that rests on at least so many steps says what a time should be.
 _NEAR_BATCH, _MIN_WEIGHT = 0.10, 2.5
 # Elsewhere the fitted curve says it, with an allowance for the error of the fit that grows with the distance.
 _ALLOWANCE, _DISTANCE_ALLOWANCE, _LARGE_ALLOWANCE = 0.2, 0.3, 0.5
-# Times lie on a line within a few per cent only, because GPUs work in waves and some sizes suit them better. A point
-# at another batch tells of the present one to this standard deviation, times the root of the distance in logarithms.
-_WAVES = 0.05
+# Relative standard deviation of a size's time from its line. GPUs work in waves: on shares of an H200 ResNet-18 takes 7
+# to 10% more at 189 or 356 samples than the sizes around say.
+_WAVES = 0.025
 _OUTLIER = 3.0  # standard deviations
 _LEAST_CHANGE = 0.04  # the least standard deviation for changes of speed: averages follow a drift of a few per cent
 _AFTER_CHANGE = 4.0  # weight, in steps, that a rescaled history keeps
@@ -47,6 +50,17 @@ class ModelFit:
     cluster: Cluster | None
     known: BoolArray
     reason: str
+    fits: tuple[CurveFit, ...] = ()
+
+    def near(self, local_batches: Sequence[float]) -> Cluster:
+        """Return the cluster with every curve as it is known near these batches; only where there is a cluster."""
+        assert self.cluster is not None
+        forward, backward = (fit.near(local_batches) for fit in self.fits)
+        return replace(self.cluster, forward=forward, backward=backward)
+
+    def step_s(self, local_batches: tuple[int, ...]) -> float:
+        """Return the step time of a split by what is known near its own batches, seconds."""
+        return step_time(self.near(local_batches), local_batches)
 
 
 class Learner:
@@ -94,18 +108,23 @@ class Learner:
         return tuple(changes)
 
     def model(self, low: IntArray, high: IntArray) -> ModelFit:
-        """Return the cluster as measured so far, with these bounds on the local batches."""
+        """Return the cluster as measured so far, with these bounds on the local batches.
+
+        Its curves are right near the batches that ranks run now: `ModelFit.near` has them near others.
+        """
         measured = (self._weights.min(axis=0) > 0).any(axis=1)
         if not measured.all():
             rank = f"rank {int(measured.argmin())} has not been measured yet"
             reason = rank if measured.any() else "no step measured yet"
             return ModelFit(cluster=None, known=measured & False, reason=reason)
-        forward, backward = self._curves()
+        forward, backward = self._fits()
+        heaviest = self._batches[np.arange(self.num_ranks), self._weights.min(axis=0).argmax(axis=1)]
+        present = np.where(self._present > 0, self._present, heaviest)
         # While communication is not known it counts as 0: the split then balances the computation.
         gammas, tails = self.buckets() or (np.ones((self.num_ranks, 1)), np.zeros(1))
         cluster = Cluster(
-            forward=forward.curve,
-            backward=backward.curve,
+            forward=forward.near(present),
+            backward=backward.near(present),
             gammas=gammas,
             tails_s=tails,
             min_batch=low,
@@ -113,7 +132,7 @@ class Learner:
             load=self.loading.curve(),
         )
         known = forward.known & backward.known
-        return ModelFit(cluster=cluster, known=known, reason=self._reason(known))
+        return ModelFit(cluster=cluster, known=known, reason=self._reason(known), fits=(forward, backward))
 
     @property
     def precision(self) -> float:
@@ -157,15 +176,11 @@ class Learner:
         """Begin with overlap ratios, [n, J], and tails, [J], from another run, as if they were one step's."""
         self._gammas, self._comm = gammas[None], -np.diff(tails_s, append=0.0)[None]
 
-    def _curves(self) -> list[CurveFit]:
+    def _fits(self) -> list[CurveFit]:
         """Fit the curves of forward and of backward."""
         noise = max(self.noise, _LEAST_NOISE)
-        heaviest = self._batches[np.arange(self.num_ranks), self._weights.min(axis=0).argmax(axis=1)]
-        present = np.where(self._present > 0, self._present, heaviest)
-        away = np.abs(np.log(self._batches / present[:, None]))
-        weights = self._weights / (1.0 + self._weights * away * (_WAVES / noise) ** 2)
-        trust = weights.sum(axis=2) / np.maximum(self._weights.sum(axis=2), 1e-300)
-        return [fit_curves(self._batches, np.exp(self._logs[c]), weights[c], noise, trust[c]) for c in (0, 1)]
+        times = np.exp(self._logs)
+        return [fit_curves(self._batches, times[c], self._weights[c], noise, waves=_WAVES) for c in (0, 1)]
 
     def _reason(self, known: BoolArray) -> str:
         if known.all():
@@ -177,10 +192,11 @@ class Learner:
     def _residuals(self, window: StepWindow, logs: FloatArray) -> tuple[FloatArray, BoolArray]:
         """Return log time over what the rank's history promises, NaN without one, and where the promise is trusted.
 
-        Near a batch with a solid average, that average is moved along the fitted curve. Elsewhere the curve itself is
-        the promise, and only the excess over an allowance for its error counts. Between batches that were seen, where
-        the curve is known, the allowance is small. Beyond them it is large, and the excess tells outliers only: it is
-        not trusted for changes of speed.
+        Near a batch with a solid average, that average is moved along the fitted curve, and what waves between the two
+        sizes may add is allowed for: a size that suits a device less is no change of its speed. Elsewhere the curve
+        itself is the promise, and only the excess over an allowance for its error counts. Between batches that were
+        seen, where the curve is known, the allowance is small. Beyond them it is large, and the excess tells outliers
+        only: it is not trusted for changes of speed.
         """
         residuals, promised = np.full(logs.shape, np.nan), np.zeros(window.valid.shape, dtype=np.bool_)
         if not (self._weights.min(axis=0) > 0).any(axis=1).all():
@@ -191,17 +207,19 @@ class Learner:
         distance = np.where(solid[None], distance, 10.0)
         nearest, away = distance.argmin(axis=-1), distance.min(axis=-1)
         near = away < _NEAR_BATCH
+        wave = 2.0 * _WAVES * np.sqrt(2.0 * (1.0 - np.exp(-away / REACH)))  # two deviations of a difference
         rank = np.arange(self.num_ranks)[None]
         smallest, largest = self.batch_range()
-        curves = self._curves()
+        curves = self._fits()
         between = (window.local_batches >= smallest) & (window.local_batches <= largest)
         between &= curves[0].known & curves[1].known
         for c, fit in enumerate(curves):
             error = self._logs[c, rank, nearest] - np.log(fit.curve.at(self._batches[rank, nearest]))
             residual = logs[c] - np.log(fit.curve.at(window.local_batches))
             allowed = np.where(between, _ALLOWANCE + _DISTANCE_ALLOWANCE * away, _LARGE_ALLOWANCE)
-            beyond = np.sign(residual) * np.maximum(np.abs(residual) - allowed, 0.0)
-            residuals[c] = np.where(window.valid, np.where(near, residual - error, beyond), np.nan)
+            residual = np.where(near, residual - error, residual)
+            beyond = np.sign(residual) * np.maximum(np.abs(residual) - np.where(near, wave, allowed), 0.0)
+            residuals[c] = np.where(window.valid, beyond, np.nan)
         return residuals, window.valid & (near | between)
 
     def _update_noise(self, window: StepWindow, logs: FloatArray) -> None:
@@ -257,7 +275,10 @@ class Learner:
             self._merge(rank, float(batch), mean, count)
 
     def _merge(self, rank: int, batch: float, logs: FloatArray, counts: IntArray | FloatArray) -> None:
-        """Add an average to a rank's history; where there is no room, the two nearest points become one.
+        """Add an average to a rank's history: to the point of its batch, or as a point of its own.
+
+        Neighbours stay apart as long as there is room, since one of them may suit the device better than the other.
+        Where there is none, the two nearest points become one.
 
         The history has one place more than is kept, so that there is always a place for the new point.
         """
@@ -269,7 +290,7 @@ class Learner:
         self._logs[:, rank] = self._logs[:, rank, order]
         num_used = int(used.sum())
         gaps = np.diff(np.log(points[:num_used]))
-        if num_used > 1 and (gaps.min() < _SAME_BATCH or num_used == len(points)):
+        if num_used > 1 and (gaps.min() == 0 or num_used == len(points)):
             self._join(rank, int(gaps.argmin()))
 
     def _join(self, rank: int, k: int) -> None:

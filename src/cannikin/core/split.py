@@ -88,7 +88,38 @@ class SplitSolver:
             raise InvalidInputError(f"total_batch={total_batch} is not a whole number")
         if not lowest <= total_batch <= highest:
             return Split(local_batches=(), step_s=np.inf, bottlenecks=(), reason=self._infeasible(total_batch))
-        batches, reached_s = self._whole(int(total_batch))
+        return self._described(*self._whole(int(total_batch)))
+
+    def near(self, local_batches: npt.ArrayLike, step_s: float, unit: int = 1) -> Split | None:
+        """Return a split of the same total that ends by `step_s` and changes little; None where none is found.
+
+        Ranks that would be late give samples up, the others get them in proportion to the room that they have. Batches
+        of at least four units that change become whole units, all but one where the total is not made of units.
+        """
+        wanted = np.asarray(local_batches, dtype=np.int64)
+        total = int(wanted.sum())
+        cap = np.maximum(self._count(step_s, total), self.low.astype(np.int64))
+        held = np.minimum(wanted, cap)
+        room = cap - held
+        missing = total - int(held.sum())
+        if missing > room.sum() or self._low_s.max() > step_s:
+            return None
+        aim = held + room * (missing / max(int(room.sum()), 1))
+        batches = np.where((aim == wanted) | (aim < 4 * unit), np.floor(aim), np.floor(aim / unit) * unit)
+        batches = np.maximum(batches, self.low).astype(np.int64)
+        for size in (unit, 1):
+            while (missing := total - int(batches.sum())) >= size:
+                lack = np.where((batches + size <= cap) & ((batches != wanted) | (size == 1)), aim - batches, -np.inf)
+                rank = int(lack.argmax())
+                if lack[rank] == -np.inf:
+                    break
+                batches[rank] += size if size > 1 else min(missing, int(cap[rank] - batches[rank]))
+        if batches.sum() != total:
+            return None
+        return self._described(batches, step_s)
+
+    def _described(self, batches: IntArray, reached_s: float) -> Split:
+        """Return these batches with their step time and what keeps each rank from less."""
         finish_s = self.finish_s(batches)
         slowest = int(finish_s.argmax())
         kinds = self._bottlenecks(batches, finish_s, reached_s)

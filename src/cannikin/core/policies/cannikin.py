@@ -2,8 +2,8 @@
 
 The first window runs an even split, or one by the devices' data sheets where these differ; the second a guess that
 shows ranks another batch size, and later ones OptPerf of the model learned so far. A new split must promise a gain that
-exceeds the noise of measurements, or the old one stays: equal ranks stay even, and loaders, compilers and the noise
-estimate are not disturbed for nothing.
+exceeds the noise of measurements and, over the steps that it may live, what new sizes cost, or the old one stays: equal
+ranks stay even, and loaders, compilers and the noise estimate are not disturbed for nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from cannikin.core.planner import Decision, SpeedChange
 from cannikin.core.policies import plans
 from cannikin.core.prior import DataSheet, first_shares
 from cannikin.core.profiles import load_profiles, save_profiles
+from cannikin.core.sizes import SizeHistory
 from cannikin.core.split import SplitSolver
 from cannikin.core.values import Job, Plan, Split, StepWindow
 from cannikin.errors import InvalidInputError, StateError
@@ -36,6 +37,14 @@ _GROWTH = 2.0  # the total batch grows by at most this factor at a time
 # The best of n noisy times looks 1 to 2 times that precision better than it is: equal ranks stay even.
 _SAME, _EVEN = 0.002, 1.5
 _WORTH, _STAY = 0.005, 0.25
+# A change must also save what it costs over the steps that the plan may live: as many as the cluster has been steady
+# for, and not fewer than `_LEAST_LIFE`. Once a plan has been learned it costs `_RISK` steps more than was measured,
+# since sizes that were never run may suit the devices less.
+_LEAST_LIFE, _RISK = 100, 1.0
+# A split may be this much slower than the best where that changes fewer batches, or makes them multiples of these.
+_FREE, _UNITS = 0.003, (8, 4, 2, 1)
+_ROUNDS = 3  # solutions of one model, each with the curves near the batches of the one before
+_MANY_SIZES = 8  # compilers that make a program for each size keep about so many
 _UNSETTLED = 40  # steps after a change of speed during which the model is being learned again
 _NOISE_STEPS = 20  # steps before the noise scale is believed
 _PINNED = "the local batches are set, and stay"
@@ -55,6 +64,8 @@ class Controller:
         # The first split is "even" though data sheets may say otherwise: each rank has run one size.
         self._phase = "even"  # "guess" while the second window's split is tried, "optperf" from then on
         self._excess = 0.0  # log of measured over modelled step time: jitter makes the slowest of n slower
+        self._sizes = SizeHistory(job.num_ranks)
+        self._steady_since = 0  # step of the last change of the total batch or of a rank's speed
         self._last_change: int | None = None  # step at which a rank was last seen to change its speed
 
     def decide(self, window: StepWindow | None, job: Job, step: int) -> Decision:
@@ -62,13 +73,14 @@ class Controller:
         if window is None:
             return Decision(plan=self._plan, noise=self._noise.summary(), phase=self._phase)
         changes = self._learner.observe(window)
+        self._sizes.observe(window)
         self._noise.observe(window)
         model = self._learner.model(*job.bounds)
         self._observe_excess(window, model.cluster)
         in_force = bool((window.local_batches == self._plan.local_batches).all(axis=1).any())
-        choice = self._replan(step, model, job, changes, in_force=in_force)
         if changes:
-            self._last_change = changes[-1].step
+            self._last_change = self._steady_since = changes[-1].step
+        choice = self._replan(step, model, job, changes, in_force=in_force)
         end = window.first_step + window.num_steps
         return Decision(
             plan=self._plan,
@@ -98,11 +110,11 @@ class Controller:
             missing = ", ".join(str(rank) for rank in np.flatnonzero(~known))
             self._plan = replace(self._plan, reason=f"even split: no stored profile of rank {missing}")
             return
-        split = self._solver(model.cluster).split(self._plan.total_batch)
+        split = self._best(model, self._plan.total_batch)
         if not split.feasible:
             self._plan = replace(self._plan, reason=f"even split: the stored profiles end early, {split.reason}")
             return
-        self._settle(0, model.cluster, self._job, split, [f"from stored profiles of all {len(known)} ranks"])
+        self._settle(0, model, self._job, split, [f"from stored profiles of all {len(known)} ranks"])
 
     def start_by(self, sheets: Sequence[DataSheet]) -> None:
         """Begin with a split by the devices' data sheets, one per rank, unless a state or profiles say more of them."""
@@ -127,8 +139,8 @@ class Controller:
 
     def split_for(self, total_batch: int) -> Split | None:
         """Return the best split of another total batch by what has been learned so far; None while nothing has."""
-        cluster = self.model().cluster
-        return None if cluster is None else self._solver(cluster).split(total_batch)
+        model = self.model()
+        return None if model.cluster is None else self._best(model, total_batch)
 
     def model(self) -> ModelFit:
         """Return the performance model as far as it is known, within the job's own bounds."""
@@ -153,17 +165,38 @@ class Controller:
         elif self._phase == "guess" and not in_force:
             self._plan = replace(self._plan, reason="kept: the guess has not been measured yet")
             return None
-        solver = self._solver(model.cluster)
-        total_batch, choice, why = self._total(solver, job)
-        split = solver.split(total_batch)
+        total_batch, choice, why = self._total(self._solver(model.cluster), job)
+        split = self._best(model, total_batch)
         if not split.feasible:
             self._plan = replace(self._plan, reason=f"kept: {split.reason}")
             return choice
         if not model.known.all():
             why = [*why, model.reason]
         news = [f"rank {c.rank} takes {c.factor:.2f} times as long since step {c.step}" for c in changes]
-        self._settle(step, model.cluster, job, split, why + news)
+        self._settle(step, model, job, split, why + news)
         return choice
+
+    def _best(self, model: ModelFit, total_batch: int) -> Split:
+        """Return the best split of a total batch, each rank's curve taken near the batch that the split gives it.
+
+        Of splits that cost the same it is the one closest to the present plan.
+        """
+        now = self._plan
+        near: tuple[float, ...] = tuple(batch * total_batch / now.total_batch for batch in now.local_batches)
+        tried: list[tuple[float, Split]] = []
+        for _ in range(_ROUNDS):
+            solver = self._solver(model.near(near))
+            split = solver.split(total_batch)
+            if not split.feasible:
+                return split
+            wanted = now.local_batches if now.total_batch == total_batch else split.local_batches
+            rounded = (solver.near(wanted, split.step_s * (1 + _FREE), unit) for unit in _UNITS)
+            best = next((each for each in rounded if each is not None), split)
+            tried.append((model.step_s(best.local_batches), best))
+            if split.local_batches == near:
+                break
+            near = split.local_batches
+        return min(tried, key=lambda pair: pair[0])[1]
 
     def _solver(self, cluster: Cluster) -> SplitSolver:
         """Return the solver for this model, within reach of the batches that were measured."""
@@ -176,38 +209,48 @@ class Controller:
         """Plan the second window, to see a second batch size: equal computing times by the prior of `fit`.
 
         Equation 8 changes batches in the same direction but too little: it takes all of a time for time per sample.
-        Return whether there is such a plan; equal ranks get the same batches again.
+        Return whether there is such a plan; equal ranks get the same batches again, and so do ranks whose communication
+        takes so long that no split can save anything.
         """
+        now, best = self._plan.local_batches, self._solver(cluster).split(self._plan.total_batch)
+        if best.feasible and step_time(cluster, now) <= best.step_s * (1 + _WORTH):
+            return False
         alone = replace(cluster, tails_s=np.zeros_like(cluster.tails_s))
         split = self._solver(alone).split(self._plan.total_batch)
-        if not split.feasible or split.local_batches == self._plan.local_batches:
+        if not split.feasible or split.local_batches == now:
             return False
         reason = "a first guess, as if half of every rank's time were fixed, to see a second batch size"
         reason = "; ".join([reason, *_waits(cluster, split.local_batches)])
         self._plan, self._phase = plans.make_plan(step, split.local_batches, reason=reason), "guess"
         return True
 
-    def _settle(self, step: int, cluster: Cluster, job: Job, best: Split, why: list[str]) -> None:
+    def _settle(self, step: int, model: ModelFit, job: Job, best: Split, why: list[str]) -> None:
         """Plan for the best split, unless the present one or the even one is as good within the noise."""
         now, precision = self._plan, self._learner.precision
-        total_batch, best_s = sum(best.local_batches), step_time(cluster, best.local_batches)
+        total_batch, best_s = sum(best.local_batches), model.step_s(best.local_batches)
         batches, phase, reason = best.local_batches, "optperf", best.reason
         even = plans.even_batches(job, total_batch)
-        if step_time(cluster, even) <= best_s * (1 + max(_SAME, _EVEN * precision)):
+        if model.step_s(even) <= best_s * (1 + max(_SAME, _EVEN * precision)):
             alone = "one rank has the whole batch"
             reason = alone if len(even) == 1 else "no rank differs from another by more than the noise"
             batches, phase = even, "even"
-        if now.total_batch == total_batch:
-            now_s = step_time(cluster, now.local_batches)
+        if now.total_batch != total_batch:
+            self._steady_since = step
+        else:
+            now_s, noise = model.step_s(now.local_batches), max(_WORTH, _STAY * precision)
             if batches == now.local_batches:
                 reason = f"kept: {reason}"
             elif phase == "even" and self._phase == "guess":
                 pass  # a split that was tried only to see a second batch size is not kept
-            elif now_s <= best_s * (1 + max(_WORTH, _STAY * precision)):
+            elif now_s <= best_s * (1 + max(noise, self._least_gain(step, batches))):
+                if now_s > best_s * (1 + noise):
+                    why = [f"a change costs {self._sizes.change_steps(batches):.1f} steps", *why]
                 batches, phase = now.local_batches, "even" if self._phase == "even" else "optperf"
-                reason = f"kept: the best split would be {1 - best_s / now_s:.1%} faster"
+                reason = f"kept: the best split would be {max(0.0, 1 - best_s / now_s):.1%} faster"
             else:
                 reason = f"{1 - best_s / now_s:.1%} faster than the last split; {reason}"
+                why = [*why, *self._many_sizes()]
+        cluster = model.near(batches)
         predicted_s = step_time(cluster, batches) * float(np.exp(self._excess))
         first_step = now.first_step if batches == now.local_batches else step
         low, high = self._job.bounds
@@ -215,6 +258,18 @@ class Controller:
         reason = "; ".join([*reasons, *_waits(cluster, batches)])
         self._plan = plans.make_plan(first_step, batches, reason=reason, predicted_step_s=predicted_s)
         self._phase = phase
+
+    def _least_gain(self, step: int, local_batches: tuple[int, ...]) -> float:
+        """Return the share of a step's time that a change must save to be worth its cost while the plan lives."""
+        age = step - self._steady_since
+        # Whether a loader has become faster is found out by small changes, which must not have to wait for large ones.
+        risk = _RISK if age > _UNSETTLED and not self._learner.loading.known.any() else 0.0
+        return (self._sizes.change_steps(local_batches) + risk) / max(age, _LEAST_LIFE)
+
+    def _many_sizes(self) -> list[str]:
+        """Say how many sizes a rank has run where a compiler that does not allow for other sizes may suffer."""
+        most = max(self._sizes.num_sizes)
+        return [f"rank {self._sizes.num_sizes.index(most)} has run {most} sizes"] if most >= _MANY_SIZES else []
 
     def _total(self, solver: SplitSolver, job: Job) -> tuple[int, TotalChoice | None, list[str]]:
         """Choose the total batch with the best goodput within reach, and say why, if it may change at all."""
@@ -252,6 +307,8 @@ class Controller:
             "plan": plans.save_plan(self._plan),
             "phase": self._phase,
             "excess": self._excess,
+            "sizes": self._sizes.state_dict(),
+            "steady_since": self._steady_since,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -275,6 +332,9 @@ class Controller:
             phase = str(state.get("phase") or state["plan"]["phase"])  # older states have the phase in the plan,
             self._phase = "guess" if phase == "inverse" else phase  # and call a guess "inverse"
             self._excess = float(state["excess"])
+            if "sizes" in state:  # older states have none
+                self._sizes.load_state_dict(state["sizes"])
+                self._steady_since = int(state["steady_since"])
 
 
 def _waits(cluster: Cluster, local_batches: tuple[int, ...]) -> list[str]:
