@@ -39,11 +39,9 @@ class Happened:
     """What happened between two steps.
 
     Args:
-        window_ended: the steps before this one were the last of a window.
         decision: what has just been installed, and on rank 0 the measurements that it was made of.
     """
 
-    window_ended: bool = False
     decision: Decision | None = None
     gathered: Gathered | None = None
 
@@ -187,8 +185,7 @@ class Coordinator:
         self._num_ticks += 1
         self._step = step
         self._num_ahead = max(self._num_ahead, self._furthest - step)
-        has_ended = self._ended is None and len(self._steps) >= self.schedule.window_steps(self._window_start)
-        if has_ended:
+        if self._ended is None and len(self._steps) >= self.schedule.window_steps(self._window_start):
             self._ended = _EndedWindow(
                 first_step=self._window_start,
                 end=step,
@@ -208,7 +205,7 @@ class Coordinator:
                 self._announce()
             elif stage == INSTALL:
                 happened, self._ended = self._install(), None
-        return replace(happened, window_ended=True) if has_ended else happened
+        return happened
 
     def _gather(self, ended: _EndedWindow) -> None:
         """Begin to send this rank's steps to rank 0."""

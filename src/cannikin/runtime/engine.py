@@ -55,8 +55,6 @@ class Engine:
         rule, self.lr_reason = choose_rule(options.get("lr_rule", "auto"), optimizer, options.get("warmup_steps", 0.0))
         self.lr_rule = rule_name(rule)
         self.has_batch_norm = has_batch_norm(net)
-        if self.has_batch_norm:
-            ddp.broadcast_buffers = False  # the statistics become the weighted mean over ranks instead
         self._ddp = ddp
         self._source: BatchSource | None = None  # the loader
         self._restored: dict[str, Any] | None = None  # a state loaded before there was a planner to take it
@@ -73,7 +71,7 @@ class Engine:
             exchange=self._exchange,
             reducer=self._reducer,
             update=self._update,
-            statistics=RunningStatistics(net, self._reducer.group),
+            statistics=RunningStatistics(ddp, self._reducer.group),
             recorder=self._recorder,
             weighting=self.weighting,
             grad_scaler=scaler,

@@ -34,7 +34,7 @@ from cannikin.runtime.profile_store import ProfileStore
 from cannikin.runtime.recorder import Recorder
 from cannikin.runtime.step import BatchEntry, BatchQueue, Part, StepInProgress, check_size
 from cannikin.runtime.update import Update
-from cannikin.runtime.weighting import RunningStatistics, scale_outputs, watch_outputs, weigh
+from cannikin.runtime.weighting import RunningStatistics, joins, scale_outputs, watch_outputs, weigh
 from cannikin.runtime.wire import Exchange
 
 _CUT = 30  # steps in parts after which these are measured: plans do not spare this rank
@@ -130,6 +130,7 @@ class Loop:
 
     def hand_out(self, entry: BatchEntry) -> None:
         """Queue a batch that is being yielded: its backward is to be weighted and measured."""
+        self._statistics.finish_average()  # of a step that the optimizer has skipped
         if entry.items is not None:
             entry = replace(entry, item_total=self._exchange.start_sum(entry.items))
         self.queue.add(entry)
@@ -138,7 +139,8 @@ class Loop:
     def complete_epoch(self) -> None:
         """Make BatchNorm's statistics the same on all ranks, for the evaluation: every batch was handed out."""
         self.queue.complete_pass()
-        self._average_statistics()
+        self._average_statistics()  # where the pass ends under no_sync
+        self._statistics.finish_average()
 
     def end_epoch(self) -> None:
         """Let what is under way arrive: the iterator ends, and nothing of ours stays outstanding, or starts here."""
@@ -185,6 +187,7 @@ class Loop:
     # Forward.
 
     def _before_forward(self, module: Any, args: Any, kwargs: Any) -> None:
+        self._statistics.finish_average()
         if not (module.training and torch.is_grad_enabled()):
             return
         step = self.current_or_next()
@@ -257,8 +260,6 @@ class Loop:
             self.coordinator.max_batch = self.memory.max_batch
         happened = self.coordinator.tick(entry.step)
         self._record(happened)
-        if happened.window_ended:
-            self._average_statistics()
 
     def _record(self, happened: Happened) -> None:
         """Tell the observers of a decision, on rank 0."""
@@ -278,7 +279,7 @@ class Loop:
     def _average_statistics(self) -> None:
         if self.step is not None:
             entry = self.step.entry
-            self._statistics.average(entry.local_batch / entry.total_batch)
+            self._statistics.start_average(entry.local_batch / entry.total_batch)
 
     def _warn_if_unused(self, previous: StepInProgress) -> None:
         """Say so once where another optimizer steps the parameters, or none."""
@@ -307,6 +308,9 @@ class Loop:
         step, part = self.step, self._part
         if step is None or not (module.training and torch.is_grad_enabled()):
             return output
+        self._statistics.note_forward()
+        if self._reducer.syncs(module) and not joins(module):
+            self._average_statistics()
         synced = self._reducer.syncs(module) if part is None else part.synced
         step.accumulated = self._unsynced > 0
         world_size = self._exchange.world_size
@@ -352,6 +356,7 @@ class Loop:
         return (args[0], train_and_begin_update, *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}
 
     def _begin_update(self) -> None:
+        self._statistics.finish_average()
         step, self._num_unused = self.step, None
         if self._reducer.unmatched and self.coordinator.is_bound:
             self._reducer.unmatched = False

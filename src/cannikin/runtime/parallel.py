@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 from collections.abc import Iterator
@@ -17,7 +16,6 @@ from cannikin.errors import InvalidInputError
 from cannikin.runtime.device import kind_of
 from cannikin.runtime.engine import Engine
 from cannikin.runtime.options import DdpOptions, Options, check_model, check_names
-from cannikin.runtime.weighting import has_batch_norm
 
 _log = logging.getLogger("cannikin")
 
@@ -56,8 +54,8 @@ class HeteroDataParallel(DistributedDataParallel):
         own = Options.__annotations__
         check_names("HeteroDataParallel", own, DistributedDataParallel, options)
         ensure_process_group(next(module.parameters()).device)
-        ddp_kwargs = {name: value for name, value in options.items() if name not in own}
-        super().__init__(module, **_buffer_options(module, ddp_kwargs))
+        ddp_kwargs: Any = {name: value for name, value in options.items() if name not in own}
+        super().__init__(module, **ddp_kwargs)
         ours: Any = {name: value for name, value in options.items() if name in own}
         self.engine = Engine(self, optimizer, **ours)
         if self.engine.rank == 0:
@@ -150,7 +148,8 @@ class HeteroDataParallel(DistributedDataParallel):
 def attach(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, **options: Unpack[Options]) -> Engine:
     """Make an existing DDP module adaptive, for instance one that a framework built.
 
-    With BatchNorm in it, DDP's broadcast of rank 0's buffers is switched off: they become the weighted mean over ranks.
+    BatchNorm's running statistics become the weighted mean over ranks after every step, in place of rank 0's, which
+    DDP gives to all; other buffers stay rank 0's.
 
     Args:
         ddp: the module, before its first training step and without a communication hook of its own.
@@ -163,12 +162,3 @@ def attach(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, **opt
             "does so once it runs on several processes, for instance under torchrun"
         )
     return Engine(ddp, optimizer, **options)
-
-
-def _buffer_options(module: torch.nn.Module, ddp_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return DDP's options, without its broadcast of rank 0's buffers where we average BatchNorm's ourselves."""
-    names = inspect.signature(DistributedDataParallel.__init__).parameters
-    option = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
-    if not has_batch_norm(module) or ddp_kwargs.keys() & {"forward_sync_buffers", "broadcast_buffers"}:
-        return ddp_kwargs
-    return {**ddp_kwargs, option: False}

@@ -8,8 +8,8 @@
 All but "none" assume a loss that is a mean over the local batch.
 
 BatchNorm's running statistics are weighted too. DDP gives every rank the buffers of rank 0, whose batch may be the
-smallest; we leave each rank its own while it trains, and make them the weighted mean over ranks at the end of a window
-and of an epoch.
+smallest; we make statistics the weighted mean over ranks after every step, beside its backward, so that ranks that
+evaluate, save or stop at any step do it with one model. All other buffers stay DDP's.
 """
 
 from __future__ import annotations
@@ -150,35 +150,62 @@ def has_batch_norm(module: torch.nn.Module) -> bool:
     return bool(_layers(module))
 
 
-def _layers(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the layers whose statistics are each rank's own, which SyncBatchNorm's are not."""
-    kinds = torch.nn.modules.batchnorm._BatchNorm
-    return [m for m in module.modules() if isinstance(m, kinds) and not isinstance(m, torch.nn.SyncBatchNorm)]
+def _layers(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Return the layers whose statistics are each rank's own, which SyncBatchNorm's are not, by name."""
+    kinds, synced = torch.nn.modules.batchnorm._BatchNorm, torch.nn.SyncBatchNorm
+    return {n: m for n, m in module.named_modules() if isinstance(m, kinds) and not isinstance(m, synced)}
+
+
+def joins(ddp: Any) -> bool:
+    """Return whether a rank may end before others, by DDP's `join()`, which stands in for DDP's collectives only."""
+    return bool(ddp._join_config.enable)
 
 
 class RunningStatistics:
-    """The running means and variances of a module's BatchNorm layers, averaged over ranks as one small tensor."""
+    """The running means and variances of a DDP module's BatchNorm layers, averaged over ranks as one small tensor.
 
-    def __init__(self, module: torch.nn.Module, group: Any) -> None:
+    DDP leaves them alone from now on, and keeps on giving every rank all other buffers of rank 0. Every rank must start
+    averages at the same forwards, with shares that sum to 1.
+    """
+
+    def __init__(self, ddp: Any, group: Any) -> None:
+        layers = _layers(ddp.module)
+        self._layers = [*layers.values()]
         self._group = group
-        self._buffers = [
-            buffer
-            for layer in _layers(module)
-            for buffer in (layer.running_mean, layer.running_var)
-            if isinstance(buffer, torch.Tensor)
-        ]
+        self._is_alone = dist.get_world_size(group) == 1
+        self._changed: list[torch.Tensor] = []  # by forwards since the last average
+        self._coming: tuple[Any, torch.Tensor, list[torch.Tensor]] | None = None
+        if layers:
+            ddp.parameters_to_ignore.update(
+                f"{layer}.{name}".lstrip(".") for layer in layers for name, _ in layers[layer].named_buffers()
+            )
+            ddp._assign_modules_buffers()
 
-    def average(self, share: float) -> None:
-        """Replace the statistics by their mean over ranks, each weighted by its share of the samples.
+    def note_forward(self) -> None:
+        """Take note of what a training forward has changed. Layers that are frozen by eval() stay as they are."""
+        if not self._is_alone:
+            self._changed = [
+                buffer.data  # written to while autograd keeps the buffer for backward, which does not use its values
+                for layer in self._layers
+                if layer.training
+                for buffer in (layer.running_mean, layer.running_var)
+                if isinstance(buffer, torch.Tensor)
+            ]
 
-        Every rank must call it at the same step, with shares that sum to 1.
-        """
-        if not self._buffers:
+    def start_average(self, share: float) -> None:
+        """Begin to make what has changed its mean over ranks, each weighted by its share of the samples."""
+        changed, self._changed = self._changed, []
+        if not changed:
             return
-        flat = torch.cat([buffer.reshape(-1) for buffer in self._buffers])
-        flat = flat * share if share > 0 else torch.zeros_like(flat)  # 0 x NaN is NaN
-        dist.all_reduce(flat, group=self._group)
-        start = 0
-        for buffer in self._buffers:
-            buffer.copy_(flat[start : start + buffer.numel()].view_as(buffer))
-            start += buffer.numel()
+        flat = torch.cat([buffer.reshape(-1) for buffer in changed])
+        flat = flat.mul_(share) if share > 0 else torch.zeros_like(flat)  # 0 x NaN is NaN
+        self._coming = dist.all_reduce(flat, group=self._group, async_op=True), flat, changed
+
+    def finish_average(self) -> None:
+        """Take the mean that has been started, if any: it came beside the gradients, so this seldom waits."""
+        if self._coming is None:
+            return
+        (work, flat, buffers), self._coming = self._coming, None
+        work.wait()
+        parts = torch.split(flat, [buffer.numel() for buffer in buffers])
+        torch._foreach_copy_(buffers, [part.view_as(buffer) for part, buffer in zip(parts, buffers, strict=True)])
