@@ -1,4 +1,4 @@
-"""What a rank makes of the norms of its steps when it sends them."""
+"""What a rank makes of the norms and the times of its steps when it sends them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from cannikin.runtime.device import Cpu
 from cannikin.runtime.step import BatchEntry, StepInProgress
-from cannikin.runtime.wire import decode_steps, encode_steps, start_reading
+from cannikin.runtime.wire import decode_steps, encode_steps, merge_windows, start_reading
 
 
 def sent_norms(*, local: Sequence[float] = (), whole: Sequence[float] = (), **measured) -> list[float]:
@@ -45,3 +45,30 @@ def test_norms_are_those_of_the_loss_before_a_grad_scaler_and_its_falling_scale_
 def test_a_scale_that_has_fallen_to_zero_is_a_run_that_diverged_and_goes_on():
     scales = {"loss_scale": torch.tensor(0.0), "next_scale": torch.tensor(0.0)}
     assert sent_norms(local=(0.0,), whole=(0.0,), **scales)[:2] == [math.inf, math.inf]
+
+
+def timed(*, forward_s: float, valid: bool) -> StepInProgress:
+    """A step with marks of its own: forward, 2 s of backward and its sum, 1 s of the optimizer."""
+    began = forward_s
+    return StepInProgress(
+        BatchEntry(step=0, local_batch=4, total_batch=4),
+        forward_start=0.0,
+        backward_start=began,
+        ready=[began + 1.0],
+        done=[began + 2.0],
+        optimizer_start=began + 2.0,
+        optimizer_end=began + 3.0,
+        synced=True,
+        valid=valid,
+    )
+
+
+def test_a_step_that_does_not_count_keeps_its_times_and_one_without_any_has_none():
+    # What a first step at a new size took is learned from them.
+    steps = [timed(forward_s=3.0, valid=True), timed(forward_s=7.0, valid=False)]
+    steps.append(StepInProgress(BatchEntry(step=0, local_batch=4, total_batch=4)))
+    sent = encode_steps(steps, start_reading(steps, Cpu()), Cpu())[None]
+    window = merge_windows(sent, 0, 3).window
+    assert window.valid.ravel().tolist() == [True, False, False]
+    assert window.interval_s.ravel()[:2].tolist() == [6.0, 10.0]
+    assert math.isnan(window.interval_s[2, 0])

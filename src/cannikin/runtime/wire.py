@@ -132,10 +132,10 @@ def encode_steps(
     num_buckets = max([1, *(len(step.ready) for step in steps)])  # 1 where gradients only piled up, under no_sync
     values = iter(measured.read())
     table = np.full(len(steps), math.nan, dtype=_step_type(num_buckets))
-    valid = [record.valid and len(record.ready_s) == num_buckets for record in records]
+    is_whole = [len(record.ready_s) == num_buckets for record in records]
     norms = [_read_norms(step, values) for step in steps]
     columns: dict[str, list[Any]] = {
-        "valid": valid,
+        "valid": [record.valid and whole for record, whole in zip(records, is_whole, strict=True)],
         "local_batch": [step.entry.local_batch for step in steps],
         # Totals are compared between ranks; a batch of the user's own (use_batch) is not ours to check.
         "total_batch": [step.entry.total_batch if step.entry.checked else 0 for step in steps],
@@ -147,8 +147,8 @@ def encode_steps(
         columns[name] = [noted.get(name, math.nan) for noted in norms]
     not_taken = [math.nan] * num_buckets
     for name in _BUCKET:
-        moments = zip(records, valid, strict=True)
-        columns[name] = [getattr(record, name) if counts else not_taken for record, counts in moments]
+        moments = zip(records, is_whole, strict=True)
+        columns[name] = [getattr(record, name) if whole else not_taken for record, whole in moments]
     for name, column in columns.items():
         table[name] = column
     head = np.array([num_ahead, max_batch], dtype=np.float64)
@@ -164,7 +164,10 @@ def decode_steps(sent: torch.Tensor, num_steps: int) -> npt.NDArray[Any]:
 
 
 def merge_windows(sent: torch.Tensor, first_step: int, num_steps: int, *, loaded_alone: bool = False) -> Gathered:
-    """Make one window of all ranks' vectors, [n, length]; `loaded_alone` as in `BatchEntry`."""
+    """Make one window of all ranks' vectors, [n, length]; `loaded_alone` as in `BatchEntry`.
+
+    A step that does not count keeps its times where it has any: they tell what a new size costs.
+    """
     table = decode_steps(sent, num_steps)
     ahead, max_batch = sent[:, : len(_RANK)].numpy().T
     valid = table["valid"] == 1
@@ -173,9 +176,9 @@ def merge_windows(sent: torch.Tensor, first_step: int, num_steps: int, *, loaded
     window = StepWindow(
         first_step=first_step,
         local_batches=np.maximum(table["local_batch"], 1).astype(np.int64),
-        before_s=np.where(valid, table["before_s"], 1.0),
-        ready_s=np.where(valid[..., None], table["ready_s"], 1.0),
-        done_s=np.where(valid[..., None], table["done_s"], 1.0),
+        before_s=table["before_s"].copy(),
+        ready_s=table["ready_s"].copy(),
+        done_s=table["done_s"].copy(),
         local_sqnorm=table["local_sqnorm"].copy(),
         global_sqnorm=np.where(np.isinf(parts).any(axis=1), np.inf, parts.sum(axis=1)),
         valid=valid,
