@@ -168,6 +168,13 @@ def penalised_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     return square_loss(model, batch) + 0.01 * sum((p**2).sum() for p in model.parameters())
 
 
+def sum_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The sum over the batch, of which DDP takes the mean over ranks."""
+    x, y = batch
+    ranked = isinstance(model, DistributedDataParallel)
+    return 0.02 * ((model(x) - y) ** 2).sum() / (1 if ranked else dist.get_world_size())
+
+
 def token_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     """The mean over the tokens of sequences of different lengths; NaN where there is none."""
     x, y, mask = batch
@@ -177,6 +184,10 @@ def token_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 def num_tokens(batch: Batch) -> float:
     return float(batch[2].sum())
+
+
+def one(batch: Batch) -> float:
+    return 1.0
 
 
 # Optimizers.
@@ -638,6 +649,8 @@ MORE_CASES: dict[str, Case] = {
     "a rank with zero samples, weighted mean": Case(feed=Told(idle=True, poisoned=True), loop=mean_loss_loop),
     "a rank with zero samples, item weights": Case(feed=Told(items=True, idle=True, poisoned=True), **TOKENS),
     "loader, adamw": Case(feed=Loaded(), optimizer=adamw),
+    "loader, a sum": Case(feed=Loaded(length=60), loss=sum_loss, keywords={"weighting": "none"}),
+    "loader, a sum, every rank one item": Case(feed=Loaded(length=60, keywords=(("item_count", one),)), loss=sum_loss),
     "loader, accumulation, padding": Case(feed=Loaded(num_batches=60), loop=accumulating_loop),
     "loader, grad scaler": Case(feed=Loaded(), loop=scaler_loop, scaler=scaler_1024),
     "loader, item weights, ragged accumulation": Case(feed=Loaded(keywords=COUNTED), loop=ragged_loop, **TOKENS),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from told import collecting_warnings, run_cases
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -146,7 +147,26 @@ def accumulation(rank: int) -> list[float]:
     return statistics(model.module)[:-1]
 
 
+def warnings_of(rank: int, reduction: str, **keywords: str) -> list[str]:
+    """What is said of a loss with this reduction."""
+    torch.manual_seed(0)
+    net = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
+    model = HeteroDataParallel(net, optimizer, **keywords)
+    data = torch.utils.data.TensorDataset(torch.randn(480, 4), torch.randn(480, 2))
+    loader = HeteroDataLoader(data, model=model, batch_size=12, local_batches=SHARES)
+    with collecting_warnings() as warned:
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y, reduction=reduction).backward()
+            optimizer.step()
+    return [one.text for one in warned]
+
+
 CASES = {
+    "a sum": lambda rank: warnings_of(rank, "sum"),
+    "a sum, not weighted": lambda rank: warnings_of(rank, "sum", weighting="none"),
+    "a mean": lambda rank: warnings_of(rank, "mean"),
     "at each step, wrapped": lambda rank: statistics_at_each_step(rank, attached=False),
     "at each step, attached": lambda rank: statistics_at_each_step(rank, attached=True),
     "truth": statistics_and_their_truth,
@@ -160,6 +180,4 @@ CASES = {
 
 
 def run(rank: int, world_size: int) -> dict[str, object]:
-    from told import run_cases
-
     return run_cases(rank, world_size, CASES)

@@ -52,6 +52,17 @@ def test_two_forwards_may_go_before_a_backward_and_frozen_layers_keep_their_stat
     assert frozen == other_frozen == pytest.approx([0.1] * 3, rel=1e-7)
 
 
+def test_a_loss_that_is_a_sum_is_noticed_on_rank_0(told):
+    (warning,), others = values(told, "a sum")
+    assert "the loss seems to be a sum over the local batch" in warning
+    assert others == []
+
+
+@pytest.mark.parametrize("name", ["a mean", "a sum, not weighted"])
+def test_nothing_is_said_of_a_loss_that_is_weighted_right(told, name):
+    assert values(told, name) == [[], []]
+
+
 def test_a_pass_that_ends_under_no_sync_ends_with_the_same_statistics(told):
     one, other = values(told, "accumulation")
     assert one == other

@@ -17,6 +17,7 @@ import torch
 from cannikin.core.divergence import Divergence
 from cannikin.core.planner import Decision, Planner
 from cannikin.core.schedule import ANNOUNCE, GATHER, IN_FORCE, INSTALL, LEARN, Schedule
+from cannikin.core.sum_loss import SumLoss
 from cannikin.core.values import NO_MAX, Job, Plan
 from cannikin.runtime.device import Device, HostCopy
 from cannikin.runtime.step import StepInProgress
@@ -125,7 +126,7 @@ class Coordinator:
         self._gathered: Gathered | None = None
         self._planning: Future[Decision] | None = None
         self._thread = ThreadPoolExecutor(1, "cannikin-planner") if exchange.rank == 0 else None
-        self._divergence = Divergence()
+        self._divergence, self._sum_loss = Divergence(), SumLoss()
         self._failed = self._silent = False
 
     @property
@@ -273,7 +274,8 @@ class Coordinator:
         self.schedule.install(decision, self._step)
         if self._gathered is not None:
             self._warn_if_silent(decision)
-            warning = self._divergence.observe(self._gathered.window)
-            if warning is not None:
-                warnings.warn(warning, RuntimeWarning, stacklevel=2)
+            for notices in (self._divergence, self._sum_loss):
+                warning = notices.observe(self._gathered.window)
+                if warning is not None:
+                    warnings.warn(warning, RuntimeWarning, stacklevel=2)
         return Happened(decision=decision, gathered=self._gathered)

@@ -3,7 +3,8 @@
     "hook"   the communication hook multiplies buckets by b_i/B
     "loss"   the gradient of every output is multiplied by n b_i/B, and the hook divides by n: right where backward
              itself mixes ranks (SyncBatchNorm)
-    "none"   the hook averages as DDP does, for models that normalise by the global count themselves
+    "none"   the hook averages as DDP does, for losses that are sums over the local batch, or that the model divides by
+             the global count itself
 
 All but "none" assume a loss that is a mean over the local batch.
 
@@ -57,7 +58,8 @@ def weigh(step: StepInProgress, weighting: str, world_size: int, *, accumulating
     step.weight = None if weighting == "hook" and not inward else 1.0 / world_size
     step.take_norms = step.take_norms and not accumulating
     scale = world_size * step.entry.local_batch / step.entry.total_batch
-    step.norm_scale = 1.0 / scale**2 if inward and scale > 0 else 1.0
+    # Without weighting the gradient is this rank's part of a sum, and as large as the share.
+    step.norm_scale = 1.0 / scale**2 if (inward or weighting == "none") and scale > 0 else 1.0
     return inward
 
 
