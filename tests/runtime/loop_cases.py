@@ -90,7 +90,7 @@ def batch_of_the_users_own(rank: int) -> tuple[int, list[tuple[int, ...]]]:
     loader = HeteroDataLoader(Numbered(240), model=model, batch_size=6)
     matched = []
     for features, targets, _ in loader:
-        model.use_batch(len(features), model.engine.loop.plan_at(model.engine.loop.next_step - 1).total_batch)
+        model.use_batch(len(features), model.total_batch)
         optimizer.zero_grad()
         nn.functional.mse_loss(model(features.transpose(0, 1)), targets).backward()
         optimizer.step()

@@ -48,7 +48,7 @@ class ScriptedFeed:
     def plan_at(self, step: int) -> Plan:
         return make_plan(step, tuple(self._script[step % len(self._script)]), reason="by script")
 
-    def hand_out(self, entry: BatchEntry) -> None:
+    def hand_out(self, entry: BatchEntry, batch: object = None) -> None:
         assert entry.step == self.next_step
         self.entries.append(entry)
         self.next_step += 1

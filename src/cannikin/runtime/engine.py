@@ -75,6 +75,7 @@ class Engine:
             recorder=self._recorder,
             weighting=self.weighting,
             grad_scaler=scaler,
+            batch_dim=whole_number("batch_dim", options.get("batch_dim", 0), low=0),
         )
         self.loop.register(ddp)
         weakref.finalize(self, end_run, self._recorder, self.loop.queue, self.loop.memory, self.rank)
@@ -124,10 +125,35 @@ class Engine:
 
     # Batches of the user's own.
 
-    def use_batch(self, local: int, total: int) -> None:
-        """Say what the next training forward holds, where a script has its own loader or changes a batch of ours."""
+    def use_batch(self, local: int | None = None, total: int | None = None) -> None:
+        """See `HeteroDataParallel.use_batch`."""
+        if local is None and total is None:
+            self.loop.queue.use_in_hand(self.loop.step)
+            return
+        if local is None or total is None:
+            raise InvalidInputError("use_batch() takes both numbers, use_batch(local, total), or none")
         total = whole_number("total", total, low=1)
         self.loop.queue.describe(whole_number("local", local, low=0, high=total), total)
+
+    def skip_batch(self) -> None:
+        """See `HeteroDataParallel.skip_batch`."""
+        self.loop.queue.skip()
+
+    @property
+    def local_batch(self) -> int:
+        """See `HeteroDataParallel.local_batch`."""
+        return self._in_hand().local_batch
+
+    @property
+    def total_batch(self) -> int:
+        """See `HeteroDataParallel.total_batch`."""
+        return self._in_hand().total_batch
+
+    def _in_hand(self) -> BatchEntry:
+        entry = self.loop.queue.in_hand(self.loop.step)
+        if entry is None:
+            raise BatchMatchError("no batch was handed out yet: read local_batch and total_batch inside of the loop")
+        return entry
 
     def micro_batches(self, batch: Any, num_parts: int | None = None) -> Iterator[Any]:
         """See `HeteroDataParallel.micro_batches`."""

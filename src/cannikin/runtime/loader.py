@@ -135,7 +135,7 @@ class HeteroDataLoader(_OverPasses):
                     break
                 step = notes.popleft()
                 entry = replace(step.entry, load_s=time.perf_counter() - start_s, loaded_alone=not self.prefetch_depth)
-                self._feed.hand_out(self._weighed(entry, batch))
+                self._feed.hand_out(self._weighed(entry, batch), batch)
                 self._passes.bookmark.advance(step.position)
                 self.is_padding = step.entry.is_padding
                 yield batch

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from cannikin.core.schedule import takes_norms
 from cannikin.core.values import Plan
@@ -32,12 +32,15 @@ from cannikin.runtime.memory import MemoryGauge
 from cannikin.runtime.parts import PartedForward, can_cut, watch_forward
 from cannikin.runtime.profile_store import ProfileStore
 from cannikin.runtime.recorder import Recorder
+from cannikin.runtime.slicing import Slicer, tensors_of
 from cannikin.runtime.step import BatchEntry, BatchQueue, Part, StepInProgress, check_size
 from cannikin.runtime.update import Update
 from cannikin.runtime.weighting import RunningStatistics, joins, scale_outputs, watch_outputs, weigh
 from cannikin.runtime.wire import Exchange
 
 _CUT = 30  # steps in parts after which these are measured: plans do not spare this rank
+_KNOWN = 4  # tensors of a batch by which its forward may be known
+_UNPLANNED = 30  # batches of the script's own after which somebody should hear that nothing adapts
 _UNUSED = 30  # gradients that nobody used after which somebody should look
 
 
@@ -48,6 +51,7 @@ class Loop:
         device, exchange, reducer, update, statistics, recorder: of this model.
         weighting: "hook", "loss" or "none".
         grad_scaler: one that is enabled, if any.
+        batch_dim: the dimension of forward's inputs that counts samples.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class Loop:
         recorder: Recorder,
         weighting: str,
         grad_scaler: Any,
+        batch_dim: int = 0,
     ) -> None:
         self.coordinator: Unplanned | Coordinator = Unplanned()
         self.store: ProfileStore | None = None  # of what is learned about devices, on rank 0
@@ -75,10 +80,12 @@ class Loop:
         self._weighting, self._grad_scaler = weighting, grad_scaler
         self._item_count: Callable[[Any], float] | None = None
         self._part: Part | None = None  # the micro-batch in hand
+        self._batch_dim, self._slicer = batch_dim, Slicer(batch_dim)
         self._cuts_batches = False  # the script uses micro_batches()
         self._sizes: set[int] = set()  # that steps were finished with
         self._unsynced = 0  # backward passes under no_sync whose gradients wait for the next synchronised one
         self._num_taken = 0
+        self._has_skipped = False  # batches, and has said so
         self._num_unused: int | None = 0  # gradients that no optimizer step of ours has used; None after the first one
         self._pass: dict[str, int] | None = None  # where a pass begins, until the ranks have agreed on it
         self._pass_over = False
@@ -87,7 +94,7 @@ class Loop:
         """Set the hooks around forward and the optimizer."""
         # Hooks run outside of forward, so its own exemption from the compiler does not cover them.
         undisturbed: Any = torch.compiler.disable
-        self._can_cut = can_cut(module)
+        self._can_cut = can_cut(module) and self._batch_dim == 0
         module.register_forward_pre_hook(undisturbed(self._before_forward), with_kwargs=True)
         module.register_forward_hook(undisturbed(self._after_forward))
         self._update.optimizer.register_step_pre_hook(self._before_optimizer)
@@ -128,9 +135,11 @@ class Loop:
         self._recorder.start()
         self._recorder.event(self.next_step, "epoch", {"epoch": epoch, "position": position, **goal})
 
-    def hand_out(self, entry: BatchEntry) -> None:
+    def hand_out(self, entry: BatchEntry, batch: Any = None) -> None:
         """Queue a batch that is being yielded: its backward is to be weighted and measured."""
         self._statistics.finish_average()  # of a step that the optimizer has skipped
+        tensors = tuple(weakref.ref(tensor) for tensor in itertools.islice(tensors_of(batch), _KNOWN))
+        entry = replace(entry, tensors=tensors) if tensors else entry
         if entry.items is not None:
             entry = replace(entry, item_total=self._exchange.start_sum(entry.items))
         self.queue.add(entry)
@@ -150,20 +159,23 @@ class Loop:
             self.store.keep(self.coordinator.planner)
 
     def micro_batches(self, module: Any, batch: Any, num_parts: int | None) -> Iterator[Any]:
-        """Cut a batch along dimension 0, hold synchronisation back on all parts but the last, and weight each part.
+        """Cut a batch between samples, hold synchronisation back on all parts but the last, and weight each part.
 
         The batch in hand is not used up before the last part is. Where left out, `num_parts` is what memory asks for.
         """
-        tensors = [x for x in pytree.tree_leaves(batch) if isinstance(x, torch.Tensor)]
-        if not tensors:
-            raise InvalidInputError("micro_batches() got no tensor to cut")
-        size = len(tensors[0])
+        self._skip_to(tensors_of(batch))
+        entry = self.queue.in_hand(self.step)
+        if entry is None:
+            size = self._slicer.num_samples(batch)
+        else:
+            certain = entry.checked and not entry.is_padding
+            size = self._slicer.num_samples(batch, entry.local_batch, certain=certain)
         num_parts = -(-size // max(1, min(self.memory.max_batch, size))) if num_parts is None else num_parts
         bounds = torch.linspace(0, size, max(1, min(num_parts, size)) + 1).round().long().tolist()
         synced = self._reducer.syncs(module)  # False in an outer no_sync
         try:
             for start, end in itertools.pairwise(bounds):
-                part = pytree.tree_map(lambda x: x[start:end] if isinstance(x, torch.Tensor) else x, batch)  # noqa: B023
+                part = self._slicer.cut(batch, start, end)
                 self._begin_part(part, (end - start) / size, synced=synced)
                 with nullcontext() if end == size else self._reducer.no_sync(module):
                     yield part
@@ -190,13 +202,27 @@ class Loop:
         self._statistics.finish_average()
         if not (module.training and torch.is_grad_enabled()):
             return
+        if self._part is None:
+            self._skip_to(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
         step = self.current_or_next()
         if self._part is None:
-            check_size(step.entry, args, kwargs)
+            check_size(step.entry, self.queue, args, kwargs, self._batch_dim)
             if self._can_cut and self.memory.is_new(step.entry.local_batch):
                 watch_forward(module, partial(self._run, module.module))
         if step.forward_start is None:
             step.forward_start = self._device.mark()
+
+    def _skip_to(self, inputs: Iterable[torch.Tensor]) -> None:
+        """Forget batches that the loop has passed over, where these inputs are certainly of a later one."""
+        num_skipped = self.queue.skip_to(inputs) if self.queue.is_over(self.step) else 0
+        if num_skipped and not self._has_skipped:
+            self._has_skipped = True
+            warnings.warn(
+                f"{num_skipped} batches were taken and never trained on: that is fine where every rank left them out; "
+                "to resume a run, loader.load_state_dict(saved) begins at the next sample and reads none twice",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _run(self, net: torch.nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a forward of a batch larger than any before, in parts where memory asks for it."""
@@ -239,6 +265,7 @@ class Loop:
         # Products with the step before must be with the step before.
         step.take_norms = takes_norms(self._num_taken) or self._reducer.compares
         self._num_taken += 1
+        self._warn_if_unplanned()
         self.memory.begin_step(entry.local_batch)
         self._reducer.step = step
         return step
@@ -290,6 +317,17 @@ class Loop:
             warnings.warn(
                 f"{_UNUSED} gradients, and step() of the optimizer that HeteroDataParallel was given has not been "
                 "called: nothing is measured and no learning rate is scaled; give it the optimizer that the loop steps",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _warn_if_unplanned(self) -> None:
+        """Say so once where a script of several ranks tells what it has drawn, and nobody tells it what to draw."""
+        if self._num_taken == _UNPLANNED and not self.coordinator.is_bound and self._exchange.world_size > 1:
+            warnings.warn(
+                f"{_UNPLANNED} batches by use_batch(), and the model has no loader: gradients are right, but nothing "
+                "adapts to the ranks' speeds; draw as many samples as `for local, total in model.batches(batch_size="
+                "...)` says, or use a HeteroDataLoader",
                 RuntimeWarning,
                 stacklevel=2,
             )

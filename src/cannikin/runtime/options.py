@@ -32,6 +32,7 @@ class Options(TypedDict, total=False):
         observers: told of every window, plan and event, on rank 0.
         run_dir: folder for the run log, `runlog.jsonl`; None, the default, writes nothing.
         profiles: file of what earlier runs learned about devices, to start from and to add to; None for neither.
+        batch_dim: the dimension of forward's inputs that counts samples, 0 by default; 1 where time is the first.
     """
 
     policy: str | Planner | None
@@ -43,6 +44,7 @@ class Options(TypedDict, total=False):
     observers: Sequence[Observer]
     run_dir: str | Path | None
     profiles: str | Path | None
+    batch_dim: int
 
 
 class DdpOptions(Options, total=False):

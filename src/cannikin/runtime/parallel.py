@@ -119,9 +119,32 @@ class HeteroDataParallel(DistributedDataParallel):
         """
         self.engine.log(**metrics)
 
-    def use_batch(self, local: int, total: int) -> None:
-        """Say how many samples this rank and all ranks have in the next training forward, for a loader of your own."""
+    def use_batch(self, local: int | None = None, total: int | None = None) -> None:
+        """Say what the next training forward holds, where that cannot be seen from its inputs.
+
+        Without numbers it is the batch in hand: what the loader yielded and is not trained on yet, or, where all are,
+        the last one once more. So graphs, two views of one batch and the second pass of SAM are weighted right, on a
+        short last batch and at a change of the total too. A loop that looks ahead cannot go back to the last one.
+
+        Args:
+            local: samples of this rank, where the script has left some out or has a loader of its own.
+            total: samples of all ranks together.
+        """
         self.engine.use_batch(local, total)
+
+    def skip_batch(self) -> None:
+        """Leave out the batch in hand, on every rank: the loop does not train on it."""
+        self.engine.skip_batch()
+
+    @property
+    def local_batch(self) -> int:
+        """This rank's samples of the batch in hand: the one that a training forward now would be of; 0 in padding."""
+        return self.engine.local_batch
+
+    @property
+    def total_batch(self) -> int:
+        """All ranks' samples of the batch in hand, which may be fewer than the plan's at the end of an epoch."""
+        return self.engine.total_batch
 
     def weighted_mean(self, value: torch.Tensor | float) -> torch.Tensor:
         """Return the mean over all samples of a per-rank mean, such as the loss of the step in training.
@@ -133,13 +156,14 @@ class HeteroDataParallel(DistributedDataParallel):
         return self.engine.weighted_mean(value)
 
     def micro_batches(self, batch: Any, num_parts: int | None = None) -> Iterator[Any]:
-        """Cut a batch along dimension 0 and hold synchronisation back on all parts but the last.
+        """Cut a batch between samples and hold synchronisation back on all parts but the last.
 
         Take each part's own mean loss and call backward on it; step the optimizer once, after the loop. Parts are
         weighted by their size, and their number may differ between ranks.
 
         Args:
-            batch: tensors of one length in dimension 0, in any nesting.
+            batch: tensors with as many samples in dimension 0 (`batch_dim`) as the batch in hand, and lists with one
+                item per sample, in tuples, lists, dicts and dataclasses; what cannot be cut is refused.
             num_parts: how many; where left out, as many as this rank's memory asks for, as far as is known.
         """
         return self.engine.micro_batches(batch, num_parts)

@@ -7,8 +7,10 @@ around forward, gradients and optimizer write, until it is closed and becomes a 
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -42,7 +44,10 @@ class BatchEntry:
         is_padding: there were fewer samples than ranks: this rank takes part with weight 0.
         items: weight of this rank's batch in items (tokens), where the user counts those; None counts samples.
         item_total: the sum of `items` over all ranks; None counts samples.
-        checked: whether dimension 0 of forward's first tensor must be `local_batch`.
+        checked: whether forward's first tensor must have `local_batch` samples.
+        whole: whether the local batch is all that this rank was to have, so that those of all ranks make the total;
+            not so where the script has left samples out, or has a loader of its own.
+        tensors: weak references to what the loader yielded, as far as that is known.
         load_s: how long the loop waited for it.
         loaded_alone: whether nothing else went on meanwhile, as in a loader without workers.
     """
@@ -54,6 +59,8 @@ class BatchEntry:
     items: float | None = None
     item_total: PendingSum | None = field(default=None, compare=False)
     checked: bool = True
+    whole: bool = True
+    tensors: tuple[weakref.ref[torch.Tensor], ...] = field(default=(), compare=False, repr=False)
     load_s: float = field(default=0.0, compare=False)
     loaded_alone: bool = field(default=False, compare=False)
 
@@ -90,6 +97,7 @@ class BatchQueue:
         self._is_complete = True  # the loader has handed out all of its pass
         self._first_step = 0  # of the pass
         self._is_trained_on = False  # some batch of the pass has been taken
+        self._unsaid: int | None = 0  # samples of the loader's batch that use_batch() has left out; None once warned
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -104,10 +112,41 @@ class BatchQueue:
         """The batch that was handed out last, unless it has been taken."""
         return self._entries[-1] if self._entries else None
 
+    def has_size(self, local_batch: int) -> bool:
+        """Return whether a batch of this size is waiting."""
+        return any(entry.local_batch == local_batch for entry in self._entries)
+
     def add(self, entry: BatchEntry) -> None:
         """Put a batch that is being yielded at the end."""
         self._entries.append(entry)
         self.next_step = entry.step + 1
+        if entry.checked and self._unsaid is not None:
+            self._unsaid = 0
+
+    def in_hand(self, step: StepInProgress | None) -> BatchEntry | None:
+        """Return the batch that a training forward now would belong to, or that the last one belonged to."""
+        if self._entries and self.is_over(step):
+            return self._entries[0]
+        return None if step is None else step.entry
+
+    def use_in_hand(self, step: StepInProgress | None) -> None:
+        """Let the next training forward be of the batch in hand, whatever its inputs look like.
+
+        Where no other batch was handed out since the last backward, it is that batch once more.
+        """
+        entry = self.in_hand(step)
+        if entry is None:
+            raise BatchMatchError(
+                "use_batch() without numbers means the batch in hand, and none was handed out: iterate over this "
+                "model's own HeteroDataLoader or model.batches(...), or say use_batch(local, total)"
+            )
+        if step is not None and entry is step.entry:
+            if not self.is_over(step):
+                step.entry = replace(entry, checked=False)
+                return
+            self.add(replace(entry, step=self.next_step, checked=False, load_s=0.0))
+        else:
+            self._entries[0] = replace(entry, checked=False)
 
     def describe(self, local: int, total: int) -> BatchEntry:
         """Say what the next batch holds, in place of what the loader said where it has handed one out; return it.
@@ -115,11 +154,48 @@ class BatchQueue:
         The first dimension of such a batch is not checked: it may have been filtered, or have samples elsewhere.
         """
         if self._entries and self._entries[0].checked:
-            said = {"local_batch": local, "total_batch": total, "items": None, "item_total": None, "checked": False}
-            self._entries[0] = replace(self._entries[0], **said)  # type: ignore[arg-type]
+            handed = self._entries[0]
+            _refuse_other_total(handed, local, total)
+            said = {"total_batch": total, "items": None, "item_total": None, "checked": False}
+            if not handed.is_padding:
+                said |= {"local_batch": local, "whole": local >= handed.local_batch}
+                self._unsaid = None if self._unsaid is None else handed.local_batch - local
+            self._entries[0] = replace(handed, **said)  # type: ignore[arg-type]
             return self._entries[0]
-        self.add(BatchEntry(step=self.next_step, local_batch=local, total_batch=total, checked=False))
+        self._warn_of_slices(local)
+        self.add(BatchEntry(step=self.next_step, local_batch=local, total_batch=total, checked=False, whole=False))
         return self._entries[-1]
+
+    def _warn_of_slices(self, local: int) -> None:
+        """Say so once where one batch of the loader is described piece by piece."""
+        if self._unsaid is None or self._unsaid < local or not local:
+            return
+        self._unsaid = None
+        warnings.warn(
+            "use_batch() describes slices of one batch of the loader: gradients are right, but each slice is taken for "
+            "a step, so that nothing adapts any more; write `for part in model.micro_batches(batch): "
+            "loss(part).backward()` instead",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+    def skip_to(self, inputs: Iterable[torch.Tensor]) -> int:
+        """Forget batches that are older than the one these tensors are of, where that is certain; return how many."""
+        if len(self._entries) < 2:
+            return 0
+        known = list(inputs)
+        for index, entry in enumerate(self._entries):
+            if any(_is_same(ref(), tensor) for ref in entry.tensors for tensor in known):
+                for _ in range(index):
+                    self._entries.popleft()
+                return index
+        return 0
+
+    def skip(self) -> None:
+        """Forget the oldest batch: the script does not train on it."""
+        if not self._entries:
+            raise BatchMatchError("skip_batch() found no batch to skip: call it before the batch's forward, not after")
+        self._entries.popleft()
 
     def begin_pass(self) -> None:
         """Forget the batches of an abandoned pass that were never trained on.
@@ -148,8 +224,9 @@ class BatchQueue:
         """Take the oldest batch out."""
         if not self._entries:
             raise BatchMatchError(
-                "no batch was handed out for this forward pass: iterate over this model's own HeteroDataLoader, "
-                "or call model.use_batch(local, total) before forward"
+                "no batch was handed out for this forward pass: iterate over this model's own HeteroDataLoader, or "
+                "draw by `for local, total in model.batches(...)`; for another forward and backward on the batch "
+                "before, call model.use_batch() first"
             )
         entry = self._entries.popleft()
         self._num_ahead = len(self._entries)
@@ -157,16 +234,60 @@ class BatchQueue:
         return entry
 
 
-def check_size(entry: BatchEntry, args: Any, kwargs: Any) -> None:
-    """Refuse a forward whose first tensor has not as many samples as the batch has."""
+def _is_same(kept: torch.Tensor | None, tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is one that was yielded, or begins at the same place in memory, as a view of it does."""
+    if kept is None or kept is tensor:
+        return kept is not None
+    plain = type(kept) is type(tensor) is torch.Tensor and kept.layout == tensor.layout == torch.strided
+    return plain and kept.numel() > 0 and kept.device == tensor.device and kept.data_ptr() == tensor.data_ptr()
+
+
+def _refuse_other_total(handed: BatchEntry, local: int, total: int) -> None:
+    """Refuse a total that cannot be: this rank has all of its samples, and all ranks are to have more than there are.
+
+    Fewer may be: another rank may have left samples out. Several views of each sample multiply both numbers.
+    """
+    if handed.is_padding:  # how many views there are, the other ranks know
+        is_wrong = total % handed.total_batch > 0
+    else:
+        views, others = divmod(local, handed.local_batch)
+        is_wrong = views > 0 and others == 0 and total > views * handed.total_batch
+    if is_wrong:
+        raise BatchMatchError(
+            f"use_batch({local}, {total}), but the loader handed out {handed.local_batch} of {handed.total_batch} "
+            f"samples for step {handed.step}, which is less than the plan's total at the end of an epoch or before a "
+            "new plan: call model.use_batch() without numbers, or use model.local_batch and model.total_batch"
+        )
+
+
+def check_size(entry: BatchEntry, waiting: BatchQueue, args: Any, kwargs: Any, dim: int = 0) -> None:
+    """Refuse a forward whose first tensor has not as many samples as the batch has, in this dimension."""
     if not entry.checked or entry.is_padding:
         return
-    tensor = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.ndim > 0), None)
-    if tensor is not None and tensor.shape[0] != entry.local_batch:
-        raise BatchMatchError(
-            f"forward got {tensor.shape[0]} samples in dimension 0, the loader handed out {entry.local_batch} for "
-            f"step {entry.step}: feed each batch as it comes, or call model.use_batch(local, total) before forward"
+    tensor = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.ndim > dim), None)
+    if tensor is None or tensor.shape[dim] == entry.local_batch:
+        return
+    size = tensor.shape[dim]
+    if waiting.has_size(size):
+        advice = (
+            f"{len(waiting)} batches were taken after it and not trained on, so that the forward may be one of "
+            "those; to resume a run, load_state_dict() of the loader begins at the next sample; to leave a batch out, "
+            "call model.skip_batch(); for any other batch, model.use_batch(local, total)"
         )
+    elif size < entry.local_batch:
+        advice = (
+            "parts of a batch are for model.micro_batches(batch); where samples were left out, call "
+            "model.use_batch(local, total) before forward"
+        )
+    else:
+        advice = (
+            "feed each batch as it comes; where samples are in another dimension, give the model batch_dim= or call "
+            "model.use_batch() before forward"
+        )
+    raise BatchMatchError(
+        f"forward got {size} samples in dimension {dim}, the loader handed out {entry.local_batch} for step "
+        f"{entry.step}: {advice}"
+    )
 
 
 @dataclass(slots=True)

@@ -31,7 +31,7 @@ from cannikin.core.planner import Decision, Noise
 from cannikin.core.values import NO_MAX, FloatArray, Plan, StepWindow
 from cannikin.errors import DisagreementError
 from cannikin.runtime.device import DEVICES, Device, HostCopy
-from cannikin.runtime.step import PendingSum, StepInProgress
+from cannikin.runtime.step import BatchEntry, PendingSum, StepInProgress
 
 _log = logging.getLogger("cannikin")
 
@@ -113,6 +113,12 @@ def _unscaled(norm: float, scale: float) -> float:
     return norm / scale**2 if scale and math.isfinite(norm) else math.inf
 
 
+def _checked_total(entry: BatchEntry) -> int:
+    if not entry.whole:
+        return 0
+    return entry.total_batch if entry.checked else -entry.total_batch
+
+
 def encode_steps(
     steps: list[StepInProgress],
     measured: HostCopy,
@@ -137,8 +143,8 @@ def encode_steps(
     columns: dict[str, list[Any]] = {
         "valid": [record.valid and whole for record, whole in zip(records, is_whole, strict=True)],
         "local_batch": [step.entry.local_batch for step in steps],
-        # Totals are compared between ranks; a batch of the user's own (use_batch) is not ours to check.
-        "total_batch": [step.entry.total_batch if step.entry.checked else 0 for step in steps],
+        # Totals are compared between ranks, below 0 where the script has told them; 0 is not ours to check.
+        "total_batch": [_checked_total(step.entry) for step in steps],
         "before_s": [record.before_s + usual for record in records],
         "load_s": [record.load_s for record in records],
         "other_s": [max(0.0, record.other_s - usual) for record in records],
@@ -196,10 +202,16 @@ def check_cuts(sent: torch.Tensor, first_step: int, num_steps: int) -> None:
     """
     table = decode_steps(sent, num_steps)
     batches, totals = table["local_batch"], table["total_batch"]
-    wrong = (totals > 0).all(axis=1) & (totals != batches.sum(axis=1, keepdims=True)).any(axis=1)
+    wrong = (totals != 0).all(axis=1) & (abs(totals) != batches.sum(axis=1, keepdims=True)).any(axis=1)
     if wrong.any():
         step = int(wrong.argmax())
-        cut, total = batches[step].astype(int).tolist(), totals[step].astype(int).tolist()
+        cut, total = batches[step].astype(int).tolist(), abs(totals[step]).astype(int).tolist()
+        if (totals[step] < 0).any():
+            raise DisagreementError(
+                f"use_batch() was told totals {total} for step {first_step + step}, in which ranks had local batches "
+                f"{cut}, together {sum(cut)}: gradients were weighted wrongly; call model.use_batch() without numbers, "
+                "or pass model.total_batch"
+            )
         raise DisagreementError(
             f"ranks cut step {first_step + step} differently, into local batches {cut} of totals {total}: take "
             "batches from the loader in the same order on every rank, none ahead of the others"

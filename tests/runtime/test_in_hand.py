@@ -1,0 +1,192 @@
+"""The batch in hand: forwards that do not show their samples, batches left out, and parts of batches."""
+
+from __future__ import annotations
+
+from collections import UserDict, namedtuple
+from dataclasses import dataclass
+from functools import partial
+
+import in_hand_cases as cases
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from told import Raised, run_cases, values
+
+from cannikin.errors import InvalidInputError
+from cannikin.runtime.slicing import Slicer
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+PARITY = {
+    "time first": partial(cases.worst_error, backward=cases.time_first, dim=1),
+    "time first, in parts": partial(cases.worst_error, backward=cases.time_first_in_parts, dim=1, batch_dim=1),
+    "two views": partial(cases.worst_error, backward=cases.two_views),
+    "two views by numbers": partial(cases.worst_error, backward=cases.two_views_by_numbers),
+    "sharpness aware": partial(cases.worst_error, backward=cases.sharpness_aware),
+}
+SAID = {
+    "the plan's total": cases.told_the_plans_total,
+    "too small a total": cases.told_too_small_a_total,
+    "filtered": cases.filtered_on_one_rank,
+    "slices": cases.slices,
+    "no loader": cases.no_loader,
+    "skipping": cases.skipping,
+    "skipping copies": partial(cases.skipping_copies, says_so=True),
+    "looking ahead": cases.looking_ahead,
+    "ragged": cases.ragged_parts,
+    "other parts": cases.parts_of_another_size,
+}
+
+
+@pytest.fixture(scope="module")
+def told():
+    """What every case said on both ranks, in one launch."""
+    return run_ranks(run_cases, 2, {**PARITY, **SAID}, timeout_s=60)
+
+
+@pytest.mark.parametrize("case", PARITY)
+def test_the_batch_in_hand_is_weighted_right_however_its_forward_looks(told, case):
+    for error, num_splits in values(told, case):
+        assert error < 1e-12
+        assert num_splits > 3
+
+
+def test_the_plans_total_is_refused_on_a_short_last_batch_by_every_rank(told):
+    for answers in told:
+        raised = answers["the plan's total"]
+        assert raised.kind == "BatchMatchError"
+        assert "of 4 samples for step 2" in raised.text
+        assert "use_batch() without numbers" in raised.text
+
+
+def test_a_total_that_the_local_batches_do_not_make_stops_every_rank(told):
+    for answers in told:
+        raised = answers["too small a total"]
+        assert raised.kind == "DisagreementError"
+        assert "told totals [5, 5] for step 0" in raised.text
+        assert "local batches [3, 3], together 6" in raised.text
+
+
+def test_samples_may_be_left_out_on_one_rank(told):
+    assert values(told, "filtered") == [16, 16]
+
+
+def test_slices_by_use_batch_are_told_of_micro_batches_once(told):
+    for (warned,) in values(told, "slices"):
+        assert "model.micro_batches(batch)" in warned.text
+
+
+def test_a_script_without_a_loader_hears_once_that_nothing_adapts_and_what_does(told):
+    for (warned,) in values(told, "no loader"):
+        assert "nothing adapts" in warned.text
+        assert "model.batches(batch_size=...)" in warned.text
+
+
+def test_batches_that_were_passed_over_are_left_out_with_a_word(told):
+    for (warned,), errors, num_waiting in values(told, "skipping"):
+        assert warned.text.startswith("3 batches were taken and never trained on")
+        assert "load_state_dict" in warned.text
+        assert errors == {0}
+        assert num_waiting == 0
+    one, other = values(told, "skipping copies")
+    assert one == other > 20
+
+
+def test_batches_passed_over_that_cannot_be_known_again_are_named_by_the_error():
+    case = partial(cases.skipping_copies, says_so=False, script=[(6,), (9,)])
+    (told,) = run_ranks(run_cases, 1, {"copies": case}, timeout_s=30)
+    assert isinstance(told["copies"], Raised)
+    assert "3 batches were taken after it and not trained on" in told["copies"].text
+    assert "load_state_dict" in told["copies"].text
+    assert "skip_batch" in told["copies"].text
+
+
+def test_a_loop_that_looks_ahead_leaves_no_batch_out(told):
+    for warned, num_steps in values(told, "looking ahead"):
+        assert warned == []
+        assert num_steps > 20
+
+
+def test_parts_of_lists_with_one_item_per_sample_are_weighted_right(told):
+    assert max(values(told, "ragged")) < 1e-12
+
+
+def test_parts_of_what_has_another_number_of_samples_are_refused(told):
+    for answers, local in zip(told, (4, 2), strict=True):
+        assert answers["other parts"].kind == "InvalidInputError"
+        assert (
+            f"have {local}, 7 samples in dimension 0, where the batch in hand has {local}"
+            in answers["other parts"].text
+        )
+
+
+# Cutting
+
+
+def cut(batch, start, end, *, size=0, slicer=None):
+    slicer = slicer or Slicer()
+    slicer.num_samples(batch, size)
+    return slicer.cut(batch, start, end)
+
+
+def test_a_batch_is_cut_whatever_it_is_made_of():
+    @dataclass
+    class Fields:
+        ids: torch.Tensor
+        name: str
+
+    Pair = namedtuple("Pair", ["left", "right"])  # what scripts have
+    numbers = torch.arange(4)
+    batch = {
+        "tensor": numbers,
+        "array": np.arange(4),
+        "texts": ["a", "b", "c", "d"],
+        "pair": Pair(numbers, (numbers, numbers)),
+        "fields": Fields(ids=numbers, name="train"),
+        "mapping": UserDict(ids=numbers),
+        "images": [torch.zeros(3, size, size) for size in (5, 6, 7, 8)],
+        "scale": torch.tensor(2.0),
+        "step": 7,
+    }
+    part = cut(batch, 1, 3)
+    assert part["tensor"].tolist() == part["array"].tolist() == part["fields"].ids.tolist() == [1, 2]
+    assert part["texts"] == ["b", "c"]
+    assert part["pair"].right[1].tolist() == part["mapping"]["ids"].tolist() == [1, 2]
+    assert type(part["mapping"]) is UserDict
+    assert [image.shape for image in part["images"]] == [(3, 6, 6), (3, 7, 7)]
+    assert (part["fields"].name, part["step"], float(part["scale"])) == ("train", 7, 2.0)
+    assert len(batch["mapping"]["ids"]) == 4, "the batch itself stays whole"
+
+
+def test_images_in_a_list_are_cut_between_images_where_these_have_as_many_colours_as_there_are_images():
+    slicer = Slicer()
+    targets = [{"boxes": torch.zeros(i, 4)} for i in range(5)]
+    assert len(cut(([torch.zeros(3, 9, 9)] * 5, targets), 0, 2, size=5, slicer=slicer)[0]) == 2
+    images, _ = cut(([torch.zeros(3, 9, 9)] * 3, targets[:3]), 0, 2, size=3, slicer=slicer)
+    assert [image.shape for image in images] == [(3, 9, 9)] * 2
+
+
+def test_two_fields_of_two_samples_are_fields():
+    first, second = cut([torch.zeros(2, 3), torch.ones(2)], 0, 1)
+    assert (first.shape, second.shape) == ((1, 3), (1,))
+
+
+def test_with_time_first_tensors_are_cut_in_dimension_1_and_vectors_by_sample():
+    slicer = Slicer(1)
+    tokens, lengths = cut((torch.zeros(7, 4), torch.arange(4)), 0, 3, slicer=slicer)
+    assert (tokens.shape, lengths.tolist()) == ((7, 3), [0, 1, 2])
+
+
+@pytest.mark.parametrize(
+    ("batch", "text"),
+    [
+        ((torch.zeros(4, 2), torch.zeros(5)), "4, 5 samples"),
+        ((torch.zeros(4, 2), ["a", "b"]), "4, 2 samples"),
+        ((torch.zeros(4), object()), "a object in it"),
+        (7, "no tensor and no list"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(batch, text):
+    with pytest.raises(InvalidInputError, match=text):
+        Slicer().num_samples(batch, 4, certain=True)
