@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from training_cases import Kept, Numbered
 
 from cannikin.runtime.device import Cpu
@@ -186,3 +187,27 @@ def train_alone(num_samples: int = 600) -> list[Any]:
 def train_in_parts_for_good(rank: int) -> Trained:
     """Every rank holds 5 samples of the 24: whatever the plan, somebody trains in parts."""
     return train_with_little_memory(rank, attached=False, capacity=5, num_samples=1200, everywhere=True)
+
+
+class Checkpointed(nn.Module):
+    """Runs its first layer under a checkpoint that autograd does not see through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 1)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        features = features.detach().requires_grad_()
+        return self.last(checkpoint(self.first, features, use_reentrant=True))
+
+
+def train_checkpointed(rank: int) -> None:
+    """One step of a network that fits nowhere."""
+    net = Limited(Checkpointed(), MadeUpMemory(), 7)
+    Cpu.memory = net.memory
+    try:
+        model = HeteroDataParallel(net, torch.optim.SGD(net.parameters(), lr=0.05))
+        features, _, _ = next(iter(HeteroDataLoader(Numbered(60), model=model, batch_size=24)))
+        model(features).sum().backward()
+    finally:
+        Cpu.memory = None

@@ -208,7 +208,7 @@ class Loop:
         if self._part is None:
             check_size(step.entry, self.queue, args, kwargs, self._batch_dim)
             if self._can_cut and self.memory.is_new(step.entry.local_batch):
-                watch_forward(module, partial(self._run, module.module))
+                watch_forward(module, partial(self._run, module))
         if step.forward_start is None:
             step.forward_start = self._device.mark()
 
@@ -224,12 +224,13 @@ class Loop:
                 stacklevel=2,
             )
 
-    def _run(self, net: torch.nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run(self, ddp: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a forward of a batch larger than any before, in parts where memory asks for it."""
         step = self.step
         assert step is not None, "a step begins before its forward"
         size, largest_before = step.entry.local_batch, self.memory.max_batch
-        output, parts = self._parted.run(net, run, args, kwargs, size)
+        all_used = not ddp.find_unused_parameters
+        output, parts = self._parted.run(ddp.module, run, args, kwargs, size, all_used=all_used)
         if parts:
             step.part_size = max(parts)
             self._num_cut += 1

@@ -95,19 +95,33 @@ class PartedForward:
         self._differentiable: list[bool] = []  # which outputs have a gradient
 
     def run(
-        self, net: torch.nn.Module, run: Callable[..., Any], args: Any, kwargs: Any, size: int
+        self,
+        net: torch.nn.Module,
+        run: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        size: int,
+        *,
+        all_used: bool = False,
     ) -> tuple[Any, list[int]]:
         """Return the output of `run(*args, **kwargs)`, and the sizes of its parts; [] where it ran whole.
 
         Args:
             net: the module that `run` calls in the end.
             size: samples in dimension 0 of those inputs that are to be cut.
+            all_used: whether every parameter must have a gradient, as under DDP that looks for no unused ones.
         """
         gauge, part = self._gauge, self._gauge.part
         batch = _Batch(net, run, args, kwargs, size, self._device)
         if part is not None and size > gauge.max_batch:
-            sizes = cut_sizes(size, part)
-            return batch.run(sizes, self._differentiable), sizes
+            try:
+                sizes = cut_sizes(size, part)
+                return batch.run(sizes, self._differentiable), sizes
+            except Exception as raised:  # what was found out no longer holds: find out anew
+                can_repeat = isinstance(raised, _UncutError) or is_out_of_memory(raised)
+                if not can_repeat or batch.is_changed():
+                    raise
+                traceback.clear_frames(raised.__traceback__)
         before, allocated = _Buffers(net), gauge.allocated()
         output, error = None, None
         try:
@@ -118,30 +132,34 @@ class PartedForward:
             error = raised
             traceback.clear_frames(raised.__traceback__)  # they hold the activations
         missing = missing_gradients(net)
-        if error is None and gauge.leaves_room(allocated, missing + _for_loss(pytree.tree_leaves(output))):
-            return output, []
+        if error is None:
+            for_loss = _for_loss(pytree.tree_leaves(output))
+            if batch.is_changed() or gauge.leaves_room(allocated, missing + for_loss):
+                return output, []
         output = None
         before.restore()
         try:
-            sizes, held = self._try_parts(batch, size)
+            sizes, held = self._try_parts(batch, size, all_used=all_used)
             result = batch.run(sizes, self._differentiable)
         except Exception as refusal:
-            if error is None:  # nothing has failed so far
-                return run(*args, **kwargs), []
-            error.add_note(f"cannikin: running the batch in parts did not help ({refusal})")
-            raise error from None
-        error = None  # which holds this frame
-        gauge.hold(size, max(sizes), held_bytes=held, base_bytes=max(allocated + missing, state_bytes(net)))
-        return result, sizes
+            if error is not None:
+                error.add_note(f"cannikin: running the batch in parts did not help ({refusal})")
+        else:
+            error = None  # which holds this frame
+            gauge.hold(size, max(sizes), held_bytes=held, base_bytes=max(allocated + missing, state_bytes(net)))
+            return result, sizes
+        if error is not None:
+            raise error  # here, where it keeps its own cause
+        return run(*args, **kwargs), []  # nothing has failed so far
 
-    def _try_parts(self, batch: _Batch, size: int) -> tuple[list[int], int]:
+    def _try_parts(self, batch: _Batch, size: int, *, all_used: bool) -> tuple[list[int], int]:
         """Return the sizes of the fewest parts whose largest goes through forward and backward, and what that held."""
         num_parts = 2
         while True:
             sizes = cut_sizes(size, -(-size // num_parts) + 1)
             self._gauge.release()
             try:
-                self._differentiable, held = batch.rehearse(max(sizes), self._gauge)
+                self._differentiable, held = batch.rehearse(max(sizes), self._gauge, all_used=all_used)
                 return sizes, held
             except Exception as error:
                 if not is_out_of_memory(error):
@@ -166,22 +184,41 @@ class _Part:
 
 
 class _Batch:
-    """The inputs of one forward, which can be run in parts; `run` as in `PartedForward`."""
+    """The inputs of one forward, which can be run in parts; `run` as in `PartedForward`.
+
+    Once it has run, autograd keeps the inputs, as it does for any function: it lets them go after backward, and refuses
+    a backward whose inputs or parameters have been changed meanwhile.
+    """
 
     def __init__(
         self, net: torch.nn.Module, run: Callable[..., Any], args: Any, kwargs: Any, size: int, device: torch.device
     ) -> None:
         self._net, self._run, self._size, self._device = net, run, size, device
         self._leaves, self._structure = pytree.tree_flatten((args, kwargs))
+        self._tensors = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, torch.Tensor)]
+        self._versions = self._versions_now()
+        self._has_list = any(_has_list(value, size) for value in (*args, *kwargs.values()))
         self._cut = [isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (size,) for leaf in self._leaves]
-        self._wanted = [i for i, x in enumerate(self._leaves) if isinstance(x, torch.Tensor) and x.requires_grad]
+        self._wanted = [i for i in self._tensors if self._leaves[i].requires_grad]
         self._parameters = [parameter for parameter in net.parameters() if parameter.requires_grad]
         kinds = {"cpu", device.type}
         self._autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
         self._parts: list[_Part] = []
         self._repeatable = False
 
-    def rehearse(self, size: int, gauge: MemoryGauge) -> tuple[list[bool], int]:
+    def _versions_now(self) -> list[int]:
+        tensors = (self._leaves[i] for i in self._tensors)
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+    def is_changed(self) -> bool:
+        """Return whether forward has changed an input in place: it would once more in another run."""
+        return self._versions_now() != self._versions
+
+    def _refuse_changed(self) -> None:
+        if self.is_changed():
+            raise _UncutError("forward changes its inputs in place")
+
+    def rehearse(self, size: int, gauge: MemoryGauge, *, all_used: bool) -> tuple[list[bool], int]:
         """Run the first samples forward and backward to no effect; which outputs have a gradient, and bytes held.
 
         Beside it there is what there will be in earnest: sums of gradients, and for the whole batch the outputs, their
@@ -189,6 +226,8 @@ class _Batch:
         """
         if not any(self._cut):
             raise _UncutError(f"no input has {self._size} samples in dimension 0")
+        if self._has_list:
+            raise _UncutError(f"an input is a list of {self._size} values, which is not cut")
         beside = [torch.empty_like(parameter) for parameter in self._parameters]
         before = gauge.allocated()
         with torch.enable_grad(), self._as_at(self._part(0, size)):
@@ -200,7 +239,13 @@ class _Batch:
             beside += [leaf.new_empty((self._size, *leaf.shape[1:])) for leaf in rows for _ in range(_COPIES)]
             if marked:
                 zeros = [torch.zeros_like(leaf) for leaf in marked]
-                torch.autograd.grad(marked, [*wanted, *self._parameters], zeros, allow_unused=True)
+                found = self._grad(marked, wanted, zeros)
+                if all_used and any(gradient is None for gradient in found[len(wanted) :]):
+                    raise _UncutError(
+                        "some parameter has no gradient that autograd finds, as under torch.utils.checkpoint with "
+                        "use_reentrant=True"
+                    )
+            self._refuse_traces()
         return [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in outputs], held
 
     def run(self, sizes: Sequence[int], differentiable: Sequence[bool]) -> Any:
@@ -208,24 +253,48 @@ class _Batch:
 
         `differentiable` has an entry per leaf of the output.
         """
-        joined = _Joined(self._size)
-        with torch.no_grad(), self._in_autocast():
-            for start, end in pairwise(accumulate(sizes, initial=0)):
-                self._parts.append(self._part(start, end))
-                args, kwargs, _ = self._inputs(start, end)
-                joined.add(self._run(*args, **kwargs), start, end)
+        joined, self._parts = _Joined(self._size), []
+        try:
+            with torch.no_grad(), self._in_autocast():
+                for start, end in pairwise(accumulate(sizes, initial=0)):
+                    self._parts.append(self._part(start, end))
+                    args, kwargs, _ = self._inputs(start, end)
+                    joined.add(self._run(*args, **kwargs), start, end)
+            flags = joined.of_tensors(differentiable)
+            self._refuse_changed()
+        except Exception:
+            self._parts[0].buffers.restore()
+            raise
         first, last = self._parts[0], self._part(0, 0)
         drew = any(not torch.equal(*states) for states in zip(first.random, last.random, strict=True))
         self._repeatable = not drew and first.buffers.are_so() and not has_batch_norm(self._net)
         # Nodes of parameters have no order among themselves, nodes of views do; and DDP's buckets follow that order.
         views = [parameter.view_as(parameter) for parameter in self._parameters]
-        inputs = [self._leaves[i] for i in self._wanted]
-        flags = joined.of_tensors(differentiable)
-        outputs = _RunAnew.apply(self, joined.tensors, flags, *inputs, *views)  # type: ignore[no-untyped-call]
+        inputs, tensors = [self._leaves[i] for i in self._wanted], [self._leaves[i] for i in self._tensors]
+        outputs = _RunAnew.apply(self, joined.tensors, flags, tensors, *inputs, *views)  # type: ignore[no-untyped-call]
+        self._give([None] * len(tensors))
         return joined.output(outputs)
 
-    def gradients(self, gradients: Gradients) -> Gradients:
-        """Return the gradients of inputs and parameters, for those of the outputs, in the order of `run`."""
+    def _give(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Put these in the places of the inputs' tensors."""
+        for i, tensor in zip(self._tensors, tensors, strict=True):
+            self._leaves[i] = tensor
+
+    def gradients(self, gradients: Gradients, tensors: Sequence[torch.Tensor]) -> Gradients:
+        """Return the gradients of inputs and parameters, in the order of `run`.
+
+        Args:
+            gradients: of the outputs.
+            tensors: those of the inputs.
+        """
+        self._give(tensors)
+        try:
+            return self._summed(gradients)
+        finally:
+            self._give([None] * len(tensors))
+
+    def _summed(self, gradients: Gradients) -> Gradients:
+        """Return the sum over parts, of which one that is too large is halved."""
         sums: Gradients = [None] * (len(self._wanted) + len(self._parameters))
         parts = self._parts[::-1]
         while parts:
@@ -259,7 +328,7 @@ class _Batch:
             found: Gradients = [None] * (len(wanted) + len(self._parameters))
             if pairs:
                 marked, given = zip(*pairs, strict=True)
-                found = list(torch.autograd.grad(marked, [*wanted, *self._parameters], given, allow_unused=True))
+                found = self._grad(marked, wanted, given)
         for place, i in enumerate(self._wanted):
             gradient = found[place]
             if self._cut[i] and gradient is not None:
@@ -267,6 +336,30 @@ class _Batch:
                 whole[start:end] = gradient
                 found[place] = whole
         return found
+
+    def _grad(
+        self, outputs: Sequence[torch.Tensor], wanted: list[torch.Tensor], given: Sequence[torch.Tensor]
+    ) -> Gradients:
+        """Return the gradients of these inputs and of the parameters; the user's hooks are left to see their sum."""
+        hooks: list[tuple[Any, Any]] = [(p, p._backward_hooks) for p in self._parameters if p._backward_hooks]
+        for parameter, _ in hooks:
+            parameter._backward_hooks = None
+        try:
+            return list(torch.autograd.grad(outputs, [*wanted, *self._parameters], given, allow_unused=True))
+        finally:
+            for parameter, own in hooks:
+                parameter._backward_hooks = own
+
+    def _refuse_traces(self) -> None:
+        """Refuse a module whose forward leaves more than its outputs: what parts leave so has no graph."""
+        self._refuse_changed()
+        for name, layer in self._net.named_modules():
+            for kept, value in vars(layer).items():
+                # A weight made of parameters, as by weight_norm and pruning, is made anew in every forward.
+                made = any(parameter.startswith(f"{kept}_") for parameter in layer._parameters)
+                leaves = () if made else pytree.tree_leaves(value)
+                if any(isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in leaves):
+                    raise _UncutError(f"forward keeps a tensor with a graph in {kept!r} of {name or 'the module'}")
 
     def _inputs(self, start: int, end: int) -> tuple[Any, Any, list[torch.Tensor]]:
         """Return the arguments of a part, and those tensors of them whose gradient is wanted."""
@@ -311,9 +404,15 @@ class _RunAnew(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, batch: _Batch, outputs: list[torch.Tensor], differentiable: list[bool], *inputs: torch.Tensor
+        ctx: Any,
+        batch: _Batch,
+        outputs: list[torch.Tensor],
+        differentiable: list[bool],
+        tensors: list[torch.Tensor],
+        *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.batch = batch
+        ctx.batch, ctx.num_tensors = batch, len(tensors)
+        ctx.save_for_backward(*tensors, *inputs)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(out for out, has in zip(outputs, differentiable, strict=True) if not has))
         return tuple(outputs)
@@ -321,7 +420,8 @@ class _RunAnew(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return (None, None, None, *ctx.batch.gradients(list(gradients)))
+        tensors = ctx.saved_tensors[: ctx.num_tensors]
+        return (None, None, None, None, *ctx.batch.gradients(list(gradients), tensors))
 
 
 class _Joined:
@@ -356,6 +456,8 @@ class _Joined:
 
     def of_tensors(self, flags: Sequence[bool]) -> list[bool]:
         """Return, of one flag per leaf, those of tensors."""
+        if len(flags) != len(self._first):
+            raise _UncutError(f"forward returned {len(self._first)} values, and {len(flags)} when it was tried")
         return [flag for leaf, flag in zip(self._first, flags, strict=True) if isinstance(leaf, torch.Tensor)]
 
     def output(self, tensors: Sequence[torch.Tensor]) -> Any:
@@ -371,9 +473,11 @@ def _for_loss(outputs: list[Any]) -> int:
     return (_COPIES - 1) * sum(tensor.nbytes for tensor in tensors)
 
 
-def _description(leaves: list[Any]) -> list[Any]:
-    """Return what must be the same in every part's output: rows as they are, and whatever is no tensor."""
-    return [(leaf.dtype, leaf.shape[1:]) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+def _has_list(value: Any, size: int) -> bool:
+    """Return whether there is a list of this length in an input: it may have one value per sample."""
+    if isinstance(value, list | tuple):
+        return len(value) == size or any(_has_list(part, size) for part in value)
+    return isinstance(value, dict) and any(_has_list(part, size) for part in value.values())
 
 
 class _Buffers:
