@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -21,6 +22,7 @@ from cannikin.errors import BatchMatchError, InvalidInputError, StateError
 from cannikin.runtime.binding import check_agreement, check_owner, data_sheets, make_planner, policy_name
 from cannikin.runtime.coordinator import Coordinator, Unplanned
 from cannikin.runtime.device import find_device
+from cannikin.runtime.follow import Follower, leader_of
 from cannikin.runtime.hook import DdpReducer
 from cannikin.runtime.loop import Loop
 from cannikin.runtime.options import Options, check_model, check_names
@@ -66,7 +68,9 @@ class Engine:
         self._recorder = Recorder(options.get("observers", ()), options.get("run_dir"), active=self._exchange.rank == 0)
         key = model_key(net, scaled=scaler is not None)
         self._store = ProfileStore(profiles, key) if profiles is not None and self.rank == 0 else None
-        self.loop = Loop(
+        self._follows = "follows" in options and options["follows"] is not None
+        make_loop = partial(Follower, leader_of(options["follows"], options)) if self._follows else Loop
+        self.loop: Loop = make_loop(
             device=self.device,
             exchange=self._exchange,
             reducer=self._reducer,
@@ -102,6 +106,8 @@ class Engine:
 
         Raises the same error on every rank, within seconds of the last one's arrival.
         """
+        if self._follows:
+            raise InvalidInputError("this model follows another (follows=): give the loader to that one")
         if self.loop.coordinator.is_bound:
             raise InvalidInputError("this model has a loader already: give each model one HeteroDataLoader")
         check_owner(self._update.optimizer, self.loop)
@@ -127,6 +133,10 @@ class Engine:
 
     def use_batch(self, local: int | None = None, total: int | None = None) -> None:
         """See `HeteroDataParallel.use_batch`."""
+        if self._follows:
+            if local is None and total is None:
+                return  # it always is
+            raise InvalidInputError("this model follows another (follows=): call use_batch(local, total) of that one")
         if local is None and total is None:
             self.loop.queue.use_in_hand(self.loop.step)
             return
@@ -150,7 +160,7 @@ class Engine:
         return self._in_hand().total_batch
 
     def _in_hand(self) -> BatchEntry:
-        entry = self.loop.queue.in_hand(self.loop.step)
+        entry = self.loop.in_hand
         if entry is None:
             raise BatchMatchError("no batch was handed out yet: read local_batch and total_batch inside of the loop")
         return entry
@@ -182,7 +192,7 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """Return progress and everything learned, in plain types. Rank 0 has learned it: save there."""
         num_steps = self.loop.queue.num_taken + self._recorder.steps_before
-        planner = self.loop.coordinator.planner_state()
+        planner = None if self._follows else self.loop.coordinator.planner_state()
         return {"version": 1, "progress": self._update.settle(), "num_steps": num_steps, "planner": planner}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -67,7 +67,7 @@ class Loop:
         grad_scaler: Any,
         batch_dim: int = 0,
     ) -> None:
-        self.coordinator: Unplanned | Coordinator = Unplanned()
+        self._coordinator: Unplanned | Coordinator = Unplanned()
         self.store: ProfileStore | None = None  # of what is learned about devices, on rank 0
         self.queue = BatchQueue()
         self.memory = MemoryGauge(device.memory)
@@ -97,17 +97,30 @@ class Loop:
         self._can_cut = can_cut(module) and self._batch_dim == 0
         module.register_forward_pre_hook(undisturbed(self._before_forward), with_kwargs=True)
         module.register_forward_hook(undisturbed(self._after_forward))
+        self._watch_optimizer()
+
+    def _watch_optimizer(self) -> None:
         self._update.optimizer.register_step_pre_hook(self._before_optimizer)
         self._update.optimizer.register_step_post_hook(self._after_optimizer)
 
     def begin(self, coordinator: Coordinator, item_count: Callable[[Any], float] | None) -> None:
         """Follow the plans of this coordinator from now on: a loader has been bound."""
-        self.coordinator, self._item_count = coordinator, item_count
+        self._coordinator, self._item_count = coordinator, item_count
+
+    @property
+    def coordinator(self) -> Unplanned | Coordinator:
+        """Who keeps the plans."""
+        return self._coordinator
 
     @property
     def step(self) -> StepInProgress | None:
         """The step in training."""
         return self._reducer.step
+
+    @property
+    def in_hand(self) -> BatchEntry | None:
+        """The batch that a training forward now would belong to, or that the last one belonged to."""
+        return self.queue.in_hand(self.step)
 
     @property
     def current_step(self) -> int:
@@ -164,7 +177,7 @@ class Loop:
         The batch in hand is not used up before the last part is. Where left out, `num_parts` is what memory asks for.
         """
         self._skip_to(tensors_of(batch))
-        entry = self.queue.in_hand(self.step)
+        entry = self.in_hand
         if entry is None:
             size = self._slicer.num_samples(batch)
         else:
@@ -247,13 +260,21 @@ class Loop:
     def current_or_next(self) -> StepInProgress:
         """Return the step that a training forward now belongs to."""
         step = self.step
-        if step is None or (self._part is None and self.queue.is_over(step)):
+        if step is None or (self._part is None and self._is_over(step)):
             return self._take()
         return step
 
+    def _is_over(self, step: StepInProgress) -> bool:
+        """Return whether the next forward is another step's."""
+        return self.queue.is_over(step)
+
+    def _next_entry(self) -> BatchEntry:
+        """Return the batch of the next step, which is the oldest in the queue."""
+        return self.queue.take()
+
     def _take(self) -> StepInProgress:
-        """Finish with the step before, do what is due between ranks, and begin the oldest step in the queue."""
-        entry, previous, scale = self.queue.take(), self.step, self._loss_scale()
+        """Finish with the step before, do what is due between ranks, and begin the next one."""
+        entry, previous, scale = self._next_entry(), self.step, self._loss_scale()
         if previous is not None:
             previous.next_scale = scale
             previous.unwatch()

@@ -27,6 +27,8 @@ class Options(TypedDict, total=False):
         lr_rule: how learning rates follow the total batch: "auto" (the default, by the optimizer), a name in
             `core.lr.LR_RULES`, or an `LrRule`.
         warmup_steps: length of LEGW's warm-up at the initial batch, 0 by default.
+        follows: another model, or its engine, whose batches, plan and learning-rate factors this one shares, such as a
+            GAN's generator; this one then has no loader, and may run and step any number of times per batch.
         grad_scaler: the `torch.amp.GradScaler` in use, if any.
         comm_wrapper: DDP's `fp16_compress_wrapper` or `bf16_compress_wrapper`.
         observers: told of every window, plan and event, on rank 0.
@@ -39,6 +41,7 @@ class Options(TypedDict, total=False):
     weighting: str
     lr_rule: str | LrRule
     warmup_steps: float
+    follows: Any
     grad_scaler: Any
     comm_wrapper: Any
     observers: Sequence[Observer]

@@ -212,6 +212,8 @@ class BatchQueue:
     def complete_pass(self) -> None:
         """Take note that every batch was handed out."""
         self._is_complete = True
+        if self._entries:  # a loop that looks ahead has got none, and is at the next batch all the same
+            self._num_ahead = min(self._num_ahead, len(self._entries) - 1)
 
     def is_over(self, step: StepInProgress | None) -> bool:
         """Return whether the next forward is another batch's: after backward, or where a batch was passed over.
@@ -219,6 +221,15 @@ class BatchQueue:
         Several forwards may go before one backward; but no batch is handed out between them.
         """
         return step is None or step.backward_began or len(self._entries) > self._num_ahead
+
+    def entry_at(self, step: StepInProgress | None) -> BatchEntry | None:
+        """Return the batch that the loop around this model is at, before and after the model trains on it.
+
+        It is the oldest one as soon as a batch was handed out since the one in training was taken.
+        """
+        if self._entries and (step is None or len(self._entries) > self._num_ahead):
+            return self._entries[0]
+        return None if step is None else step.entry
 
     def take(self) -> BatchEntry:
         """Take the oldest batch out."""

@@ -1,0 +1,109 @@
+"""A second model on the batches of a first, such as the discriminator of a GAN on its generator's.
+
+It has no loader and no plan of its own: a training forward of it is one of the batch that the loop is at, as the first
+model's queue knows it, with that batch's weight, and its learning rates follow the first model's plan. It may run
+forward, backward and its optimizer any number of times per batch. Nothing of it is measured: its time is part of the
+first model's steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from cannikin.errors import BatchMatchError, InvalidInputError
+from cannikin.runtime.coordinator import Coordinator, Unplanned
+from cannikin.runtime.loop import Loop
+from cannikin.runtime.memory import MemoryGauge
+from cannikin.runtime.step import BatchEntry, StepInProgress
+
+_NOT_OF_FOLLOWERS = ("policy", "observers", "run_dir", "profiles")
+
+
+class Follower(Loop):
+    """The steps of a model that follows another, in whose `Loop` batches and plans are.
+
+    Args:
+        leader: the steps of the model that it follows.
+        **parts: see `Loop`.
+    """
+
+    def __init__(self, leader: Loop, **parts: Any) -> None:
+        super().__init__(**parts)
+        self._leader = leader
+        self.memory = MemoryGauge(None)  # the first model's gauge sees the memory of both
+
+    @property
+    def coordinator(self) -> Unplanned | Coordinator:
+        """Who keeps the first model's plans."""
+        return self._leader.coordinator
+
+    def _watch_optimizer(self) -> None:
+        if _is_watched(self._update.optimizer, self._leader):
+            self._num_unused = None  # its steps are seen there
+        else:
+            super()._watch_optimizer()
+
+    @property
+    def in_hand(self) -> BatchEntry | None:
+        """The batch that the loop is at."""
+        entry = self._leader.queue.entry_at(self._leader.step)
+        return None if entry is None else replace(entry, checked=False)  # this model has other inputs
+
+    def _entry(self) -> BatchEntry:
+        entry = self.in_hand
+        if entry is None:
+            raise BatchMatchError(
+                "no batch was handed out for this forward pass: this model follows another, so iterate over that one's "
+                "HeteroDataLoader, or call use_batch(local, total) of that one"
+            )
+        return entry
+
+    def _is_over(self, step: StepInProgress) -> bool:
+        """Return whether the next forward comes after a backward, or belongs to another batch."""
+        return step.backward_began or step.entry.step != self._entry().step
+
+    def _next_entry(self) -> BatchEntry:
+        self._item_count = self._leader._item_count
+        return self._entry()
+
+    def _skip_to(self, inputs: Iterable[torch.Tensor]) -> None:
+        self._leader._skip_to(inputs)
+
+    def _warn_if_unplanned(self) -> None:
+        """Say nothing: the first model does."""
+
+    def _meet(self, entry: BatchEntry, previous: StepInProgress | None) -> None:
+        """Do nothing: the first model meets for both."""
+
+    def _take(self) -> StepInProgress:
+        step = super()._take()
+        step.take_norms = step.valid = False
+        return step
+
+
+def leader_of(follows: Any, options: Any) -> Loop:
+    """Return the steps of the model to follow; refuse what is none, and options that only that one can have."""
+    engine = getattr(follows, "engine", follows)
+    loop = getattr(engine, "loop", None)
+    if not isinstance(loop, Loop):
+        kind = type(follows).__name__
+        raise InvalidInputError(f"follows= is a {kind}: give the HeteroDataParallel, or what attach() returned for it")
+    if isinstance(loop, Follower):
+        raise InvalidInputError("follows= is a model that follows another itself: follow the one that has the loader")
+    given = [name for name in _NOT_OF_FOLLOWERS if options.get(name)]
+    if given:
+        raise InvalidInputError(
+            f"{given[0]}= of a model that follows another: give it to that one, which plans for both"
+        )
+    return loop
+
+
+def _is_watched(optimizer: torch.optim.Optimizer, leader: Loop) -> bool:
+    """Return whether the optimizer steps another model on the same batches too, which scales its rates already."""
+    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
+    owners = [getattr(hook, "__self__", None) for hook in hooks]
+    return any(owner is leader or (isinstance(owner, Follower) and owner._leader is leader) for owner in owners)
