@@ -22,10 +22,11 @@ from cannikin.errors import BatchMatchError, InvalidInputError, StateError
 from cannikin.runtime.binding import check_agreement, check_owner, data_sheets, make_planner, policy_name
 from cannikin.runtime.coordinator import Coordinator, Unplanned
 from cannikin.runtime.device import find_device
+from cannikin.runtime.drawing import Draws
 from cannikin.runtime.follow import Follower, leader_of
 from cannikin.runtime.hook import DdpReducer
 from cannikin.runtime.loop import Loop
-from cannikin.runtime.options import Options, check_model, check_names
+from cannikin.runtime.options import DrawOptions, Options, check_model, check_names
 from cannikin.runtime.profile_store import ProfileStore, introduce, model_key
 from cannikin.runtime.recorder import Recorder, check_metrics, end_run
 from cannikin.runtime.step import BatchEntry, BatchSource
@@ -97,6 +98,11 @@ class Engine:
         """n."""
         return self._exchange.world_size
 
+    @property
+    def is_training(self) -> bool:
+        """Whether the module is in training mode, so that its next forward is a step's."""
+        return self._ddp.training
+
     def refuse(self, error: Exception) -> None:
         """Tell the other ranks, which wait in `bind`, that this one cannot build its loader."""
         self._exchange.refuse(error)
@@ -144,6 +150,10 @@ class Engine:
             raise InvalidInputError("use_batch() takes both numbers, use_batch(local, total), or none")
         total = whole_number("total", total, low=1)
         self.loop.queue.describe(whole_number("local", local, low=0, high=total), total)
+
+    def batches(self, batch_size: int, **options: Unpack[DrawOptions]) -> Draws:
+        """See `HeteroDataParallel.batches`."""
+        return Draws(self, batch_size, **options)
 
     def skip_batch(self) -> None:
         """See `HeteroDataParallel.skip_batch`."""

@@ -72,8 +72,8 @@ class DdpOptions(Options, total=False):
     forward_sync_buffers: bool
 
 
-class LoaderOptions(TypedDict, total=False):
-    """The keywords that `HeteroDataLoader` and `HeteroBatchSampler` share beside `model` and `batch_size`.
+class DrawOptions(TypedDict, total=False):
+    """The keywords of `batches()` beside `batch_size`, which loaders have too.
 
     Args:
         max_batch_size: the largest total batch, never more than the dataset; None, the default, keeps the total at
@@ -81,14 +81,22 @@ class LoaderOptions(TypedDict, total=False):
         local_batches: one local batch per rank, together `batch_size`: pins the split, and nothing adapts.
         local_bounds: `(low, high)` of every local batch, or one pair per rank; None for a side leaves it open. The
             default is 1 at least, 2 with BatchNorm in the model.
-        shuffle: None, the default, is True, and False for an iterable dataset, whose order is its own.
-        seed: what orders the samples, along with the epoch; 0 by default.
-        drop_last: leave out a last batch shorter than the total batch; False by default.
     """
 
     max_batch_size: int | None
     local_batches: Sequence[int] | None
     local_bounds: Bounds | None
+
+
+class LoaderOptions(DrawOptions, total=False):
+    """The keywords that `HeteroDataLoader` and `HeteroBatchSampler` share beside `model`, `batch_size` and DrawOptions.
+
+    Args:
+        shuffle: None, the default, is True, and False for an iterable dataset, whose order is its own.
+        seed: what orders the samples, along with the epoch; 0 by default.
+        drop_last: leave out a last batch shorter than the total batch; False by default.
+    """
+
     shuffle: bool | None
     seed: int
     drop_last: bool

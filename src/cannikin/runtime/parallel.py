@@ -14,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from cannikin.core.values import Plan
 from cannikin.errors import InvalidInputError
 from cannikin.runtime.device import kind_of
+from cannikin.runtime.drawing import Draws
 from cannikin.runtime.engine import Engine
-from cannikin.runtime.options import DdpOptions, Options, check_model, check_names
+from cannikin.runtime.options import DdpOptions, DrawOptions, Options, check_model, check_names
 
 _log = logging.getLogger("cannikin")
 
@@ -118,6 +119,20 @@ class HeteroDataParallel(DistributedDataParallel):
             InvalidInputError: something is not a number.
         """
         self.engine.log(**metrics)
+
+    def batches(self, batch_size: int, **options: Unpack[DrawOptions]) -> Draws:
+        """Return an endless iterator over `(local, total)`, how many samples to draw, for scripts without a DataLoader.
+
+            for local, total in model.batches(batch_size=64):
+                x, y = make_batch(local)
+
+        It stands where a HeteroDataLoader would: the split adapts, progress counts, and `state_dict()` resumes.
+
+        Args:
+            batch_size: the *total* batch over all ranks at the start.
+            **options: see `DrawOptions`.
+        """
+        return self.engine.batches(batch_size, **options)
 
     def use_batch(self, local: int | None = None, total: int | None = None) -> None:
         """Say what the next training forward holds, where that cannot be seen from its inputs.

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -18,10 +18,12 @@ import torch
 from cannikin.core.cutting import Bookmark, EpochState, cut, least_local, make_job, num_steps
 from cannikin.core.values import Job, Plan
 from cannikin.errors import InvalidInputError, StateError
-from cannikin.runtime.engine import Engine
 from cannikin.runtime.loop import Loop
-from cannikin.runtime.options import LoaderOptions
+from cannikin.runtime.options import DrawOptions, LoaderOptions
 from cannikin.runtime.step import BatchEntry, BatchSource
+
+if TYPE_CHECKING:  # an engine makes draws, which are cut here
+    from cannikin.runtime.engine import Engine
 
 
 def engine_of(model: object) -> Engine:
@@ -32,7 +34,7 @@ def engine_of(model: object) -> Engine:
             f"model is a {type(model).__name__}, which has no cannikin engine: pass the cannikin.HeteroDataParallel "
             "that trains on this data, or what cannikin.attach(ddp, optimizer) returned"
         )
-    return cast(Engine, engine)
+    return cast("Engine", engine)
 
 
 @contextmanager
@@ -45,7 +47,7 @@ def refusing(engine: Engine) -> Iterator[None]:
         raise
 
 
-def job_of(engine: Engine, num_samples: int | None, batch_size: int, options: LoaderOptions) -> Job:
+def job_of(engine: Engine, num_samples: int | None, batch_size: int, options: LoaderOptions | DrawOptions) -> Job:
     """Return what the planner may choose from, out of a loader's options; refuse data that would make no step."""
     job = make_job(
         num_ranks=engine.world_size,
