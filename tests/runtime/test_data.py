@@ -36,6 +36,8 @@ class ScriptedFeed:
         self.has_batch_norm = has_batch_norm
         self.entries: list[BatchEntry] = []
         self.epochs_begun = self.epochs_ended = 0
+        self.num_own_steps = 0  # that some rank has samples of, where each has a stream of its own
+        self.gave_up = False
         self.job: Job | None = None
         self.settings: dict[str, int] = {}
         self._script = script
@@ -48,10 +50,19 @@ class ScriptedFeed:
     def plan_at(self, step: int) -> Plan:
         return make_plan(step, tuple(self._script[step % len(self._script)]), reason="by script")
 
-    def hand_out(self, entry: BatchEntry, batch: object = None) -> None:
+    def hand_out(self, entry: BatchEntry, batch: object = None) -> bool:
         assert entry.step == self.next_step
+        if entry.own and entry.is_padding and entry.step >= self.num_own_steps:
+            return False
         self.entries.append(entry)
         self.next_step += 1
+        return True
+
+    def end_stream(self) -> None:
+        pass
+
+    def give_up(self) -> None:
+        self.gave_up = True
 
     def begin_epoch(self, epoch: int, position: int) -> None:
         self.epochs_begun += 1
@@ -498,12 +509,36 @@ def test_the_epoch_of_a_stream_is_set_on_its_dataset():
     ],
     ids=["datasets", "webdataset"],
 )
-def test_a_stream_divided_by_rank_is_refused(mark):
+def test_a_stream_divided_by_rank_is_taken_as_each_ranks_own(mark):
     data = Stream(10)
     vars(data).update(mark)
-    with pytest.raises(InvalidInputError, match="already divided by rank"):
-        build(data, [(3, 1)])
-    assert len(list(build(data, [(5,)]))) == 2
+    loaders = build_all(data, [(3, 1)])
+    for loader in loaders:
+        feed_of(loader).num_own_steps = 10
+    assert [list(loader)[:4] for loader in loaders] == [
+        [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]],
+        [[0], [1], [2], [3]],
+    ]
+    assert [loader.sharded for loader in loaders] == [True, True]
+    assert feed_of(loaders[0]).settings["sharded"] == 1
+    with pytest.raises(InvalidInputError, match="sharded=False, but the iterable dataset is divided by rank"):
+        build(data, [(3, 1)], sharded=False)
+    assert len(list(build(data, [(5,)]))) == 2, "alone it is the whole"
+
+
+def test_a_state_of_ranks_with_streams_of_their_own_is_for_as_many_ranks():
+    loader = build(Stream(10), [(3, 1)], sharded=True)
+    state = {**loader.state_dict(), "position": 8, "shards": [6, 2]}
+    loader.load_state_dict(state)
+    feed_of(loader).num_own_steps = 2
+    assert next(iter(loader)) == [6, 7, 8]
+    three = build(Stream(10), [(1, 1, 1)], sharded=True)
+    three.load_state_dict(state)
+    with pytest.raises(StateError, match="of 2 ranks that each had a stream of its own, and these are 3"):
+        next(iter(three))
+    assert feed_of(three).gave_up, "the other ranks are told"
+    with pytest.raises(StateError, match="the loader's state lacks sharded"):
+        loader.load_state_dict(build(Stream(10), [(3, 1)]).state_dict())
 
 
 def test_an_iterable_dataset_cannot_be_shuffled():
@@ -531,6 +566,8 @@ def test_an_empty_stream_makes_no_step():
         ({"sampler": [0, 1]}, "takes no sampler: .*Subset"),
         ({"batch_sampler": [[0, 1]]}, "takes no batch_sampler: .*HeteroBatchSampler"),
         ({"in_order": False}, "in_order=False"),
+        ({"sharded": True}, "sharded=True is for iterable datasets"),
+        ({"data": Stream(9), "sharded": True, "drop_last": True}, "leave drop_last out"),
         ({"item_count": 3}, "item_count=3 must be a callable"),
         ({"seed": -1}, "seed=-1"),
         ({"data": (number for number in range(9))}, "dataset is a generator: .*IterableDataset"),

@@ -191,10 +191,14 @@ def _bounds(bounds: Bounds | None, num_ranks: int, default_low: int) -> tuple[tu
 
 @dataclass(frozen=True, kw_only=True)
 class EpochState:
-    """A place in the data: `position` samples of epoch `epoch` have been handed out, over all ranks."""
+    """A place in the data: `position` samples of epoch `epoch` have been handed out, over all ranks.
+
+    Where each rank has a stream of its own, `shards` has how many of each, also where it had no more.
+    """
 
     epoch: int = 0
     position: int = 0
+    shards: tuple[int, ...] = ()
 
 
 class Bookmark:
@@ -213,11 +217,12 @@ class Bookmark:
         (4, 1)
     """
 
-    def __init__(self, *, num_samples: int | None, seed: int, shuffle: bool) -> None:
+    def __init__(self, *, num_samples: int | None, seed: int, shuffle: bool, sharded: bool = False) -> None:
         self._identity = {
             "num_samples": -1 if num_samples is None else num_samples,
             "seed": whole_number("seed", seed, low=0, high=MAX_SEED),
             "shuffle": int(shuffle),
+            **({"sharded": 1} if sharded else {}),
         }
         self.next = EpochState()
         self._saved = self.next
@@ -234,9 +239,9 @@ class Bookmark:
         self.next = EpochState(epoch=self._saved.epoch + 1)
         return self._saved
 
-    def advance(self, position: int) -> None:
-        """Note that `position` samples of the epoch have been handed out."""
-        self._saved = EpochState(epoch=self._saved.epoch, position=position)
+    def advance(self, position: int, shards: tuple[int, ...] = ()) -> None:
+        """Note that `position` samples of the epoch have been handed out, `shards` of each rank's own stream."""
+        self._saved = EpochState(epoch=self._saved.epoch, position=position, shards=shards)
 
     def finish(self) -> None:
         """Note that the pass came to the end of its epoch."""
@@ -254,9 +259,10 @@ class Bookmark:
         if not self.underway:
             self._saved = self.next
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the epoch, the samples handed out, and what this order of samples depends on, as plain numbers."""
-        return {"epoch": self._saved.epoch, "position": self._saved.position, **self._identity}
+        shards = {"shards": list(self._saved.shards)} if self._saved.shards else {}
+        return {"epoch": self._saved.epoch, "position": self._saved.position, **shards, **self._identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned, on any number of ranks."""
@@ -276,6 +282,7 @@ class Bookmark:
             epoch = whole_number("saved epoch", state["epoch"], low=0)
             high = None if length < 0 else length
             position = whole_number("saved position", state["position"], low=0, high=high)
+            shards = tuple(whole_number("saved shards", number, low=0) for number in state.get("shards", ()))
         except InvalidInputError as error:
             raise StateError(f"{error}: the state is damaged or not of a loader") from None
-        self.next = self._saved = EpochState(epoch=epoch, position=position)
+        self.next = self._saved = EpochState(epoch=epoch, position=position, shards=shards)

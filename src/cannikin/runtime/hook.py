@@ -128,10 +128,11 @@ class DdpReducer:
             return self._mean(buffer)
         del self.bucket_bytes[index:]  # buckets come in order; DDP makes others after the first steps
         self.bucket_bytes.append(buffer.nbytes)
-        weight = step.share() if step.weight is None else step.weight
         step.make_room(index + 1)
         step.ready[index] = self._mark()
         step.synced = True
+        share = step.share()  # after the mark: it may wait for other ranks' numbers, and stops where they do not fit
+        weight = share if step.weight is None else step.weight
         take_norms, variance = step.take_norms, None
         if take_norms and self._variance_of is not None:
             variance = self._variance_of(bucket.parameters())

@@ -12,13 +12,16 @@ from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import replace
 from typing import Any, Unpack
 
+import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from cannikin.core.cutting import Bookmark, whole_number
 from cannikin.errors import InvalidInputError
+from cannikin.runtime.engine import Engine
 from cannikin.runtime.options import DataLoaderOptions, LoaderOptions, check_names
-from cannikin.runtime.passes import CutStep, IndexSource, Passes, Source, StreamSource, engine_of, job_of, refusing
+from cannikin.runtime.passes import CutStep, IndexSource, Passes, Source, engine_of, job_of, refusing
 from cannikin.runtime.step import BatchEntry
+from cannikin.runtime.streams import CommonStream, OwnStream
 
 ADVICE = {
     "sampler": "the order of samples is set by shuffle and seed and shared by all ranks; to choose samples, wrap the "
@@ -48,7 +51,7 @@ class _OverPasses:
         """Make `epoch` the one that the next `iter()` begins; a loaded position in that epoch is kept."""
         self._passes.bookmark.set_epoch(epoch)
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Return where in the data training is, in plain numbers, the same on every rank.
 
         A loader counts batches yielded, a sampler batches cut. After a loop was broken off, it still says where: a run
@@ -74,11 +77,13 @@ class HeteroDataLoader(_OverPasses):
     begins the next epoch unless `set_epoch()` or a loaded state says otherwise; a loop broken off abandons its epoch.
     With workers a new plan takes effect once the batches already asked for, `prefetch_depth`, are used up.
 
-    Iterable datasets: every rank must read *the same stream in the same order*, of which each keeps its slice: take
-    out `split_dataset_by_node`, `split_by_node` and the like (those of datasets and webdataset are recognised and
-    refused; others cannot be seen). Every rank thus reads all of the data. Workers read samples, divided among them
-    as under DataLoader; collation is in this process. `set_epoch` of the dataset is called where it has one. A resumed
-    pass reads and skips what was consumed.
+    Iterable datasets: either every rank reads *the same stream in the same order*, of which each keeps its slice, and
+    all ranks stop at the first step at which they differ. Random numbers that reading draws from torch, Python and
+    numpy are the same on every rank. Or, with `sharded`, each rank's stream is a part of the data of its own, of which
+    it takes as many samples as the plan says; a rank whose stream has ended gets padding until all have, so that a pass
+    gives each rank every sample of its stream once. Workers read samples, divided among them as under DataLoader;
+    collation is in this process. `set_epoch` of the dataset is called where it has one. A resumed pass reads and skips
+    what was consumed; with `sharded` on as many ranks as before.
 
     Args:
         dataset: map-style, or an IterableDataset.
@@ -97,15 +102,21 @@ class HeteroDataLoader(_OverPasses):
             self.item_count: Callable[[Any], float] | None = options.get("item_count")
             if self.item_count is not None and not callable(self.item_count):
                 raise InvalidInputError(f"item_count={self.item_count!r} must be a callable that takes a batch")
-            num_samples = _length(dataset)
+            self.sharded = _is_own(dataset, own, engine.world_size)
+            num_samples = None if self.sharded else _length(dataset)
             job = job_of(engine, num_samples, batch_size, own)
             self.dataset = dataset
             self.batch_size = job.batch_size
             self.is_padding = False
             seed, drop_last = own.get("seed", 0), own.get("drop_last", False)
-            shuffle = _shuffled(dataset, own.get("shuffle"), engine.world_size)
-            bookmark = Bookmark(num_samples=num_samples, seed=seed, shuffle=shuffle)
-            source, fetched, kwargs = _source(dataset, seed, shuffle, kwargs)
+            shuffle = _shuffled(dataset, own.get("shuffle"))
+            bookmark = Bookmark(num_samples=num_samples, seed=seed, shuffle=shuffle, sharded=self.sharded)
+            fetched: Dataset[Any] = dataset
+            source: Source = IndexSource(num_samples or 0, seed=seed, shuffle=shuffle)
+            if isinstance(dataset, IterableDataset):
+                tagged = engine.world_size > 1 and own.get("sharded") is None
+                source, kwargs = _stream(dataset, kwargs, engine, own=self.sharded, seed=seed, tagged=tagged)
+                fetched = _AsRead()
             self._passes = Passes(engine, source, bookmark=bookmark, num_samples=num_samples, drop_last=drop_last)
             self._sampler = _NotedSampler(self._passes)
             self._loader = DataLoader(fetched, batch_sampler=self._sampler, **kwargs)
@@ -132,11 +143,18 @@ class HeteroDataLoader(_OverPasses):
                 try:
                     batch = next(batches)
                 except StopIteration:
+                    if self._passes.source.tagged:
+                        self._feed.end_stream()
                     break
+                except Exception:
+                    if self._passes.source.tagged or self.sharded:
+                        self._feed.give_up()
+                    raise
                 step = notes.popleft()
                 entry = replace(step.entry, load_s=time.perf_counter() - start_s, loaded_alone=not self.prefetch_depth)
-                self._feed.hand_out(self._weighed(entry, batch), batch)
-                self._passes.bookmark.advance(step.position)
+                if not self._feed.hand_out(self._weighed(entry, batch), batch):
+                    break
+                self._passes.bookmark.advance(step.position, step.shards)
                 self.is_padding = step.entry.is_padding
                 yield batch
                 start_s = time.perf_counter()
@@ -270,24 +288,27 @@ def _unchanged(sample: Any) -> Any:
     return sample
 
 
-def _source(
-    dataset: Any, seed: int, shuffle: bool, kwargs: dict[str, Any]
-) -> tuple[Source, Dataset[Any], dict[str, Any]]:
-    """Return where steps come from, what DataLoader fetches from, and which keywords it gets."""
-    if not isinstance(dataset, IterableDataset):
-        return IndexSource(len(dataset), seed=seed, shuffle=shuffle), dataset, kwargs
+def _stream(
+    dataset: Any, kwargs: dict[str, Any], engine: Engine, *, own: bool, seed: int, tagged: bool
+) -> tuple[Source, dict[str, Any]]:
+    """Return where the steps of a stream come from, and which keywords are left for what happens after reading."""
     reading = {name: value for name, value in kwargs.items() if name not in AFTER_READING}
-    reader = DataLoader(dataset, batch_size=None, collate_fn=_unchanged, **reading)
     after = {name: value for name, value in kwargs.items() if name in AFTER_READING}
-    return StreamSource(dataset, reader), _AsRead(), after
+    generator = None
+    if not own and reading.get("generator") is None:
+        generator = reading["generator"] = torch.Generator()
+    reader = DataLoader(dataset, batch_size=None, collate_fn=_unchanged, **reading)
+    if own:
+        return OwnStream(dataset, reader, rank=engine.rank, num_ranks=engine.world_size), after
+    return CommonStream(dataset, reader, seed=seed, generator=generator, tagged=tagged), after
 
 
-def _parted(options: DataLoaderOptions) -> tuple[LoaderOptions, dict[str, Any]]:
+def _parted(options: DataLoaderOptions) -> tuple[DataLoaderOptions, dict[str, Any]]:
     """Part what is ours from what torch's DataLoader gets; refuse what neither takes."""
     for name, advice in ADVICE.items():
         if options.get(name) is not None:
             raise InvalidInputError(f"HeteroDataLoader takes no {name}: {advice}")
-    own = ("model", "batch_size", "item_count", *LoaderOptions.__annotations__)
+    own = ("model", "batch_size", "item_count", "sharded", *LoaderOptions.__annotations__)
     check_names("HeteroDataLoader", own, DataLoader, options)
     if not options.get("in_order", True):
         raise InvalidInputError("in_order=False: batches must come in the order of steps, which all ranks share")
@@ -309,21 +330,38 @@ def _length(dataset: Any) -> int | None:
     return len(dataset)
 
 
-def _shuffled(dataset: Any, shuffle: bool | None, world_size: int) -> bool:
+def _shuffled(dataset: Any, shuffle: bool | None) -> bool:
     """Return whether we shuffle; refuse what an iterable dataset cannot have."""
     if not isinstance(dataset, IterableDataset):
         return shuffle is None or bool(shuffle)
     if shuffle:
         raise InvalidInputError("shuffle=True with an iterable dataset: its order is its own; shuffle inside of it")
-    if world_size > 1 and _is_sharded(dataset):
-        raise InvalidInputError(
-            "the iterable dataset is already divided by rank, but how many samples each rank gets changes from step to "
-            "step: give every rank the same stream (no split_dataset_by_node, nodesplitter=None)"
-        )
     return False
 
 
-def _is_sharded(dataset: Any) -> bool:
+def _is_own(dataset: Any, options: DataLoaderOptions, world_size: int) -> bool:
+    """Return whether each rank's stream is its own; refuse what cannot be."""
+    sharded, streams = options.get("sharded"), isinstance(dataset, IterableDataset)
+    if sharded and not streams:
+        raise InvalidInputError(
+            "sharded=True is for iterable datasets: give every rank the whole dataset, of which the plan cuts each "
+            "rank's batches, without a split by rank"
+        )
+    if sharded is False and world_size > 1 and _says_sharded(dataset):
+        raise InvalidInputError(
+            "sharded=False, but the iterable dataset is divided by rank: leave sharded= out, or give every rank the "
+            "same stream (no split_dataset_by_node, nodesplitter=None)"
+        )
+    own = bool(sharded) or (streams and world_size > 1 and _says_sharded(dataset))
+    if own and options.get("drop_last"):
+        raise InvalidInputError(
+            "drop_last=True where each rank's stream is its own: the streams end at different steps, and a rank whose "
+            "stream has ended takes part with padding; leave drop_last out"
+        )
+    return own
+
+
+def _says_sharded(dataset: Any) -> bool:
     """Return whether a stream says that it differs between ranks: `datasets` and `webdataset` streams do."""
     if getattr(getattr(dataset, "_distributed", None), "world_size", 1) > 1:
         return True

@@ -33,7 +33,7 @@ from cannikin.runtime.parts import PartedForward, can_cut, watch_forward
 from cannikin.runtime.profile_store import ProfileStore
 from cannikin.runtime.recorder import Recorder
 from cannikin.runtime.slicing import Slicer, tensors_of
-from cannikin.runtime.step import BatchEntry, BatchQueue, Part, StepInProgress, check_size
+from cannikin.runtime.step import BatchEntry, BatchQueue, Part, StepInProgress, added_up, check_size, different_streams
 from cannikin.runtime.update import Update
 from cannikin.runtime.weighting import RunningStatistics, joins, scale_outputs, watch_outputs, weigh
 from cannikin.runtime.wire import Exchange
@@ -148,15 +148,32 @@ class Loop:
         self._recorder.start()
         self._recorder.event(self.next_step, "epoch", {"epoch": epoch, "position": position, **goal})
 
-    def hand_out(self, entry: BatchEntry, batch: Any = None) -> None:
-        """Queue a batch that is being yielded: its backward is to be weighted and measured."""
+    def hand_out(self, entry: BatchEntry, batch: Any = None) -> bool:
+        """Queue a batch that is being yielded: its backward is to be weighted and measured.
+
+        Returns False where there is no such step: the streams that ranks have of their own have ended on all of them.
+        """
         self._statistics.finish_average()  # of a step that the optimizer has skipped
         tensors = tuple(weakref.ref(tensor) for tensor in itertools.islice(tensors_of(batch), _KNOWN))
         entry = replace(entry, tensors=tensors) if tensors else entry
-        if entry.items is not None:
-            entry = replace(entry, item_total=self._exchange.start_sum(entry.items))
+        if entry.items is not None or entry.tag is not None or entry.own:
+            second = entry.local_batch if entry.own else entry.tag or 0
+            sums = self._exchange.start_sum(entry.items or 0.0, second)
+            entry = replace(entry, sums=sums)
+            if entry.own and entry.is_padding and sums.values()[1] == 0:
+                return False
         self.queue.add(entry)
         self._pass_over = False
+        return True
+
+    def give_up(self) -> None:
+        """Tell the ranks that wait for this one's part of the next step that there will be none: it could not read."""
+        self._exchange.give_up()
+
+    def end_stream(self) -> None:
+        """Raise an error on every rank where the samples that they read in common have not ended on all of them."""
+        if self._exchange.start_sum(0.0, 0.0).values()[1] != 0:
+            raise different_streams(self.next_step)
 
     def complete_epoch(self) -> None:
         """Make BatchNorm's statistics the same on all ranks, for the evaluation: every batch was handed out."""
@@ -295,6 +312,8 @@ class Loop:
     def _meet(self, entry: BatchEntry, previous: StepInProgress | None) -> None:
         """Do what ranks do together at fixed steps, between the end of one step and the next."""
         if self._pass is not None:
+            if entry.sums is not None:
+                added_up(entry, entry.sums)  # before waiting for ranks that may have found out that there is no step
             batches = self.plan_at(entry.step).local_batches
             factor = self.coordinator.lr_factor(self._update, entry.step)
             place = {**self._pass, "progress": self._update.progress, "local_batches": batches, "lr_factor": factor}
@@ -327,8 +346,7 @@ class Loop:
 
     def _average_statistics(self) -> None:
         if self.step is not None:
-            entry = self.step.entry
-            self._statistics.start_average(entry.local_batch / entry.total_batch)
+            self._statistics.start_average(self.step.sample_share())
 
     def _warn_if_unused(self, previous: StepInProgress) -> None:
         """Say so once where another optimizer steps the parameters, or none."""

@@ -108,9 +108,15 @@ class DataLoaderOptions(LoaderOptions, total=False):
     Args:
         item_count: `item_count(batch)` is the batch's weight in items, such as tokens, where the loss is a mean over
             those; None, the default, weights by samples.
+        sampler: gives the order of samples over *all* ranks, as indices: a Sampler or another iterable, the same on
+            every rank, which is checked. None, the default, orders them by `shuffle` and `seed`.
+        sharded: of an iterable dataset, whether each rank's stream is a part of the data of its own. None, the default,
+            is True where the dataset says so (`split_dataset_by_node`, `split_by_node`), else one stream that all ranks
+            read alike, which is checked; False does not check.
     """
 
     item_count: Callable[[Any], float] | None
+    sharded: bool | None
     num_workers: int
     collate_fn: Any
     pin_memory: bool

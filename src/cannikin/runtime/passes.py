@@ -6,10 +6,9 @@ steps are cut the same way.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
@@ -17,7 +16,7 @@ import torch
 
 from cannikin.core.cutting import Bookmark, EpochState, cut, least_local, make_job, num_steps
 from cannikin.core.values import Job, Plan
-from cannikin.errors import InvalidInputError, StateError
+from cannikin.errors import InvalidInputError
 from cannikin.runtime.loop import Loop
 from cannikin.runtime.options import DrawOptions, LoaderOptions
 from cannikin.runtime.step import BatchEntry, BatchSource
@@ -92,11 +91,13 @@ class CutStep:
         entry: what the engine is told.
         start: where this rank's slice begins, counted from the first sample of the epoch.
         position: samples of the epoch that are handed out once this step is.
+        shards: of each rank's stream, where each has its own.
     """
 
     entry: BatchEntry
     start: int
     position: int
+    shards: tuple[int, ...] = ()
 
 
 class Cutter:
@@ -138,9 +139,38 @@ class Cutter:
         self.position = position + total
         return CutStep(entry=entry, start=position + start, position=self.position)
 
+    def take(self, shards: tuple[int, ...], count: int) -> CutStep:
+        """Return a step in which this rank has `count` samples of its own stream, after `look`.
+
+        `shards` has how many samples each rank has had before it, as far as its stream has not ended.
+        """
+        plan = self.plan
+        assert plan is not None, "look() comes first"
+        entry = BatchEntry(
+            step=self._step,
+            local_batch=count,
+            total_batch=plan.total_batch,
+            is_padding=count == 0,
+            own=True,
+            whole=False,
+        )
+        self._step += 1
+        self.num_cut += 1
+        after = tuple(n + b for n, b in zip(shards, plan.local_batches, strict=True))
+        return CutStep(entry=entry, start=shards[self._rank], position=sum(after), shards=after)
+
+
+def two_of(samples: list[Any]) -> list[Any]:
+    """Return two samples to pad with, if need be the same one twice: BatchNorm in training refuses one."""
+    return samples if len(samples) != 1 else samples * 2
+
 
 class Source(Protocol):
-    """Where the samples of an epoch come from."""
+    """Where the samples of an epoch come from; `tagged` where ranks compare what they have read, step by step."""
+
+    @property
+    def tagged(self) -> bool:
+        """Whether they do."""
 
     def steps(self, state: EpochState, cutter: Cutter) -> Iterator[tuple[CutStep, list[Any]]]:
         """Yield the steps from `state` to the epoch's end, each with what this rank gets of it."""
@@ -148,6 +178,8 @@ class Source(Protocol):
 
 class IndexSource:
     """A dataset with indices: steps come with the indices of this rank's samples, padding with those of any two."""
+
+    tagged = False
 
     def __init__(self, num_samples: int, *, seed: int, shuffle: bool) -> None:
         self._num_samples = num_samples
@@ -163,48 +195,8 @@ class IndexSource:
             if step is None:
                 return
             mine = order[step.start : step.start + step.entry.local_batch].tolist()
-            yield step, mine or _two_of(order[:2].tolist())
+            yield step, mine or two_of(order[:2].tolist())
             position = step.position
-
-
-class StreamSource:
-    """A dataset read in order: every rank reads all of it and steps come with this rank's samples."""
-
-    def __init__(self, dataset: object, reader: Iterable[Any]) -> None:
-        self._dataset = dataset
-        self._reader = reader
-
-    def steps(self, state: EpochState, cutter: Cutter) -> Iterator[tuple[CutStep, list[Any]]]:
-        stream = self._open(state)
-        position = state.position
-        padding: list[Any] = []
-        while True:
-            chunk = list(islice(stream, cutter.look()))
-            padding = padding or _two_of(chunk[:2])
-            step = cutter.cut(position, len(chunk))
-            if step is None:
-                return
-            first = step.start - position
-            yield step, chunk[first : first + step.entry.local_batch] or padding
-            position = step.position
-
-    def _open(self, state: EpochState) -> Iterator[Any]:
-        set_epoch = getattr(self._dataset, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(state.epoch)
-        stream = iter(self._reader)
-        num_skipped = sum(1 for _ in islice(stream, state.position))
-        if num_skipped < state.position:
-            raise StateError(
-                f"the stream ended after {num_skipped} samples, the saved state is at sample {state.position} of it: "
-                "resume on the stream that was saved, or leave the loader's state out to begin afresh"
-            )
-        return stream
-
-
-def _two_of(samples: list[Any]) -> list[Any]:
-    """Return two samples to pad with, if need be the same one twice: BatchNorm in training refuses one."""
-    return samples if len(samples) != 1 else samples * 2
 
 
 class Passes:
@@ -223,7 +215,7 @@ class Passes:
     ) -> None:
         self.bookmark = bookmark
         self._engine = engine
-        self._source = source
+        self.source = source
         self._num_samples = num_samples
         self._drop_last = drop_last
         self._cutter: Cutter | None = None
@@ -245,7 +237,7 @@ class Passes:
             min_local = least_local(self._engine.has_batch_norm)
             cutter = Cutter(self.feed, self._engine.rank, drop_last=self._drop_last, min_local=min_local)
             self._cutter = cutter
-            yield from self._source.steps(state, cutter)
+            yield from self.source.steps(state, cutter)
             if cutter.num_cut or not state.position:
                 return
 

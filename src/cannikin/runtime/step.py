@@ -7,6 +7,7 @@ around forward, gradients and optimizer write, until it is closed and becomes a 
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from collections import deque
@@ -16,21 +17,25 @@ from typing import Any, Protocol
 
 import torch
 
-from cannikin.errors import BatchMatchError
+from cannikin.errors import BatchMatchError, DisagreementError
 from cannikin.runtime.device import Device
 
 
 @dataclass(frozen=True, eq=False)
 class PendingSum:
-    """A number of every rank that is being added up, on the host, beside the training."""
+    """Numbers of every rank that are being added up, on the host, beside the training."""
 
     work: Any
-    total: torch.Tensor
+    totals: torch.Tensor
+    num_ranks: int
 
-    def value(self) -> float:
-        """Return the sum, for which this waits."""
+    def values(self) -> list[float]:
+        """Return the sums, for which this waits; raise where a rank had no numbers to give (`Exchange.give_up`)."""
         self.work.wait()
-        return float(self.total)
+        sums: list[float] = self.totals.tolist()
+        if math.isnan(sums[-1]):
+            raise DisagreementError("another rank could not read its samples of this step: its own error says why")
+        return sums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +48,10 @@ class BatchEntry:
         total_batch: B of this step, which is less than the plan's for a short last batch.
         is_padding: there were fewer samples than ranks: this rank takes part with weight 0.
         items: weight of this rank's batch in items (tokens), where the user counts those; None counts samples.
-        item_total: the sum of `items` over all ranks; None counts samples.
+        tag: what the ranks should all have at the head of this step, as a number (`streams.fingerprint`); None where
+            nothing need be compared.
+        own: the samples are of a stream of this rank's own, so that only the sum over ranks tells the step's total.
+        sums: `items`, and `tag` or the samples of an `own` stream, over all ranks; None where neither is needed.
         checked: whether forward's first tensor must have `local_batch` samples.
         whole: whether the local batch is all that this rank was to have, so that those of all ranks make the total;
             not so where the script has left samples out, or has a loader of its own.
@@ -57,7 +65,9 @@ class BatchEntry:
     total_batch: int
     is_padding: bool = False
     items: float | None = None
-    item_total: PendingSum | None = field(default=None, compare=False)
+    tag: int | None = field(default=None, compare=False)
+    own: bool = False
+    sums: PendingSum | None = field(default=None, compare=False)
     checked: bool = True
     whole: bool = True
     tensors: tuple[weakref.ref[torch.Tensor], ...] = field(default=(), compare=False, repr=False)
@@ -156,7 +166,7 @@ class BatchQueue:
         if self._entries and self._entries[0].checked:
             handed = self._entries[0]
             _refuse_other_total(handed, local, total)
-            said = {"total_batch": total, "items": None, "item_total": None, "checked": False}
+            said = {"total_batch": total, "items": None, "sums": None, "checked": False}
             if not handed.is_padding:
                 said |= {"local_batch": local, "whole": local >= handed.local_batch}
                 self._unsaid = None if self._unsaid is None else handed.local_batch - local
@@ -271,6 +281,23 @@ def _refuse_other_total(handed: BatchEntry, local: int, total: int) -> None:
         )
 
 
+def different_streams(step: int) -> DisagreementError:
+    """Return what to raise where ranks do not read the same samples in the same order."""
+    return DisagreementError(
+        f"the ranks have read different samples for step {step} (the first one differs, or one rank has no more), so "
+        "that some are trained on twice and others never: let every rank read the same in the same order, without a "
+        "split by rank and with shuffles of one seed; where each rank's stream is its own part, pass sharded=True"
+    )
+
+
+def added_up(entry: BatchEntry, sums: PendingSum) -> tuple[float, float]:
+    """Return the items and the samples of all ranks; refuse a step of which ranks have not read the same samples."""
+    items, second = sums.values()
+    if entry.tag is not None and second != sums.num_ranks * entry.tag:
+        raise different_streams(entry.step)
+    return items, second if entry.own else entry.total_batch
+
+
 def check_size(entry: BatchEntry, waiting: BatchQueue, args: Any, kwargs: Any, dim: int = 0) -> None:
     """Refuse a forward whose first tensor has not as many samples as the batch has, in this dimension."""
     if not entry.checked or entry.is_padding:
@@ -315,6 +342,7 @@ class StepInProgress:
     backward_start: Any = None
     watches: list[Any] = field(default_factory=list)  # handles to the hooks that tell of the start of backward
     item_total: float | None = None  # items on all ranks, once they have been added up
+    sample_total: float = 0.0  # and samples
     weight: float | None = None  # None: this rank's share
     accumulated: bool = False  # the buckets have gradients of earlier batches in them
     norm_scale: float = 1.0
@@ -341,14 +369,23 @@ class StepInProgress:
     def share(self) -> float:
         """Return this rank's part of the step's samples, or of its items, for whose sum over ranks this waits once."""
         entry = self.entry
-        if entry.items is None or entry.item_total is None:
+        if entry.sums is None:
             return entry.local_batch / entry.total_batch
         if self.item_total is None:
-            self.item_total = entry.item_total.value()
-            by_samples, by_items = entry.local_batch * self.item_total, entry.items * entry.total_batch
-            # The estimate counts samples: it would take a share of items for noise.
-            self.uneven_items = abs(by_items - by_samples) >= 0.01 * by_samples
+            self.item_total, self.sample_total = added_up(entry, entry.sums)
+            if entry.items is not None:
+                by_samples, by_items = entry.local_batch * self.item_total, entry.items * self.sample_total
+                # The estimate counts samples: it would take a share of items for noise.
+                self.uneven_items = abs(by_items - by_samples) >= 0.01 * by_samples
+        if entry.items is None:
+            return entry.local_batch / self.sample_total
         return entry.items / self.item_total if self.item_total > 0 else 0.0
+
+    def sample_share(self) -> float:
+        """Return this rank's part of the step's samples."""
+        if self.entry.own:
+            self.share()  # the total is known once everybody has said how many samples it has
+        return self.entry.local_batch / (self.sample_total or self.entry.total_batch)
 
     def unwatch(self) -> None:
         """Let go of forward's outputs, which may outlive the step."""

@@ -305,12 +305,17 @@ class Exchange:
         work.wait()
         return values
 
-    def start_sum(self, value: float) -> PendingSum:
-        """Begin to sum a number over ranks."""
-        total = torch.tensor([value], dtype=torch.float64)
+    def start_sum(self, *values: float) -> PendingSum:
+        """Begin to sum numbers over ranks."""
+        total = torch.tensor(values, dtype=torch.float64)
         work = dist.all_reduce(total, group=self._group, async_op=True)
         self._summing = [*(other for other in self._summing if not other.is_completed()), work]
-        return PendingSum(work, total)
+        return PendingSum(work, total, self.world_size)
+
+    def give_up(self) -> None:
+        """Take part in the sum that others have begun with what is no number, so that all of them stop."""
+        with suppress(RuntimeError):  # they are gone: this rank's own error is the one to be seen
+            self.start_sum(math.nan, math.nan).work.wait(_REFUSAL)
 
     def wait(self) -> None:
         """Let whatever is under way arrive; it stays to be finished."""

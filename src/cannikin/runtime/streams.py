@@ -1,0 +1,214 @@
+"""Samples that are read in order: one stream that all ranks read alike and cut, or one of each rank's own.
+
+Of a common stream every rank reads all samples, and takes its slice of each step. Ranks can only do so where they read
+the same in the same order, which a number per step tells: `fingerprint` of its first sample, added up over ranks
+beside the training and compared before any gradient leaves a rank.
+
+Of streams of their own ranks take as many samples as the plan gives them; one whose stream has ended takes part with
+padding until all have.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields, is_dataclass, replace
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from cannikin.core.cutting import EpochState
+from cannikin.errors import InvalidInputError, StateError
+from cannikin.runtime.passes import CutStep, Cutter, two_of
+
+_VALUES = 1024  # of a tensor, spread over all of it
+_LETTERS = 4096  # of a text
+_PARTS = 64  # of a list
+_DEPTH = 5  # of lists in lists
+
+
+def fingerprint(sample: Any) -> int:
+    """Return a number from 1 to 2^40 that stands for a sample, the same in every process.
+
+    Of tensors and arrays on the host it sees values spread over all of them, of other objects only their class. Entries
+    of a dict such as `__url__` are left out: the same sample may lie in different places.
+
+    Examples:
+        >>> fingerprint(([1, 2], "a")) == fingerprint(([1, 2], "a")) != fingerprint(([1, 3], "a"))
+        True
+    """
+    digest = hashlib.blake2b(digest_size=5)
+    _tell(digest.update, sample, _DEPTH)
+    return 1 + int.from_bytes(digest.digest(), "big")
+
+
+def _tell(note: Callable[[bytes], None], value: Any, depth: int) -> None:
+    note(type(value).__name__.encode())
+    if isinstance(value, torch.Tensor):
+        note(f"{value.dtype}{tuple(value.shape)}".encode())
+        if value.device.type == "cpu" and value.layout == torch.strided and value.numel():
+            flat = value.detach().reshape(-1)
+            note(flat[:: -(-len(flat) // _VALUES)].contiguous().view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, np.ndarray) and value.dtype != object:
+        note(f"{value.dtype}{value.shape}".encode())
+        note(value.reshape(-1)[:: max(1, -(-value.size // _VALUES))].tobytes())
+    elif isinstance(value, bytes | bytearray):
+        note(b"%d" % len(value) + value[:_LETTERS])
+    elif isinstance(value, str):
+        note(value[:_LETTERS].encode(errors="replace"))
+    elif value is None or isinstance(value, int | float | complex | np.generic):
+        note(repr(value).encode())
+    elif depth > 0:
+        for part in _parts(value):
+            _tell(note, part, depth - 1)
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """Return what a value consists of; nothing where that is not known."""
+    if isinstance(value, Mapping):
+        named = ((name, part) for name, part in value.items() if name == "__key__" or not str(name).startswith("__"))
+        return [part for pair in islice(named, _PARTS) for part in pair]
+    if isinstance(value, list | tuple):
+        return [len(value), *value[:_PARTS]]
+    if is_dataclass(value):
+        return [getattr(value, field.name, None) for field in fields(value)]
+    return ()
+
+
+class SharedRandomness:
+    """What reading in this process draws from the random generators of torch, Python and numpy, alike on all ranks.
+
+    Inside of `with`, they go on from where the last reading left them; outside, the training has its own. A shuffle or
+    an augmentation that uses them is thus the same on every rank, and in a pass that is resumed.
+    """
+
+    def __init__(self, seed: int, epoch: int) -> None:
+        mixed = _mixed(seed, epoch)
+        self._other: list[Any] = [
+            torch.Generator().manual_seed(mixed).get_state(),
+            random.Random(mixed).getstate(),
+            np.random.RandomState(mixed % 2**32).get_state(),
+        ]
+
+    def __enter__(self) -> None:
+        self._change()
+
+    def __exit__(self, *_: object) -> None:
+        self._change()
+
+    def _change(self) -> None:
+        now = [torch.get_rng_state(), random.getstate(), np.random.get_state()]
+        torch.set_rng_state(self._other[0])
+        random.setstate(self._other[1])
+        np.random.set_state(self._other[2])
+        self._other = now
+
+
+def _mixed(seed: int, epoch: int) -> int:
+    (mixed,) = np.random.SeedSequence([seed, epoch, 1]).generate_state(1, np.uint64).tolist()
+    return int(mixed) % 2**63
+
+
+class CommonStream:
+    """Samples that all ranks read alike: steps come with this rank's slice.
+
+    Args:
+        owner: whose `set_epoch` is called before a pass, where it has one.
+        reader: what is read, afresh in each pass.
+        seed: of the random numbers that reading draws.
+        generator: seeds the reader's workers.
+        tagged: whether ranks compare what they have read.
+    """
+
+    def __init__(
+        self, owner: object, reader: Iterable[Any], *, seed: int, generator: torch.Generator | None, tagged: bool
+    ) -> None:
+        self._owner = owner
+        self._reader = reader
+        self._seed = seed
+        self._generator = generator
+        self.tagged = tagged
+
+    def steps(self, state: EpochState, cutter: Cutter) -> Iterator[tuple[CutStep, list[Any]]]:
+        """Yield the steps from `state` to the end of the stream."""
+        randomness: AbstractContextManager[None] = SharedRandomness(self._seed, state.epoch)
+        if getattr(self._reader, "num_workers", 0):  # workers have generators of their own
+            randomness = nullcontext()
+        if self._generator is not None:
+            self._generator.manual_seed(_mixed(self._seed, state.epoch))
+        with randomness:
+            stream = _open(self._owner, self._reader, state.epoch)
+            _skip(stream, state.position)
+        position = state.position
+        padding: list[Any] = []
+        while True:
+            with randomness:
+                chunk = list(islice(stream, cutter.look()))
+            padding = padding or two_of(chunk[:2])
+            step = cutter.cut(position, len(chunk))
+            if step is None:
+                return
+            if self.tagged:
+                step = replace(step, entry=replace(step.entry, tag=fingerprint((len(chunk), chunk[0]))))
+            first = step.start - position
+            yield step, chunk[first : first + step.entry.local_batch] or padding
+            position = step.position
+
+
+class OwnStream:
+    """A stream of this rank's own: steps come with as many of its samples as the plan says; padding, once it has ended.
+
+    The steps go on until nobody has samples, which the loader finds out when it hands them out.
+    """
+
+    tagged = False
+
+    def __init__(self, owner: object, reader: Iterable[Any], *, rank: int, num_ranks: int) -> None:
+        self._owner = owner
+        self._reader = reader
+        self._rank = rank
+        self._num_ranks = num_ranks
+
+    def steps(self, state: EpochState, cutter: Cutter) -> Iterator[tuple[CutStep, list[Any]]]:
+        """Yield the steps from `state` on, without end."""
+        shards = state.shards or (0,) * self._num_ranks
+        if len(shards) != self._num_ranks:
+            raise StateError(
+                f"the saved state is of {len(shards)} ranks that each had a stream of its own, and these are "
+                f"{self._num_ranks}: resume on as many, or leave the loader's state out to begin afresh"
+            )
+        stream = _open(self._owner, self._reader, state.epoch)
+        head = list(islice(stream, 1))
+        if not head:
+            raise InvalidInputError(
+                f"the stream of rank {self._rank} has no sample, and a rank needs one to take part in the others' "
+                "steps: give every rank a part of the data (at least as many shards as ranks)"
+            )
+        stream = islice(chain(head, stream), shards[self._rank], None)
+        while True:
+            cutter.look()
+            assert cutter.plan is not None
+            chunk = list(islice(stream, cutter.plan.local_batches[self._rank]))
+            step = cutter.take(shards, len(chunk))
+            yield step, chunk or two_of(head)
+            shards = step.shards
+
+
+def _open(owner: object, reader: Iterable[Any], epoch: int) -> Iterator[Any]:
+    set_epoch = getattr(owner, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(epoch)
+    return iter(reader)
+
+
+def _skip(stream: Iterator[Any], position: int) -> None:
+    num_skipped = sum(1 for _ in islice(stream, position))
+    if num_skipped < position:
+        raise StateError(
+            f"the stream ended after {num_skipped} samples, the saved state is at sample {position} of it: "
+            "resume on the stream that was saved, or leave the loader's state out to begin afresh"
+        )

@@ -1,0 +1,191 @@
+"""What ranks read from iterable datasets: the same stream, or not; and streams of their own."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from told import run_cases
+from torch.utils.data import IterableDataset, get_worker_info
+
+import cannikin
+
+LENGTH = 48
+
+
+class Numbers(IterableDataset):
+    """Numbers in some order, each as a sample of one number and, where `noise` is, a random one."""
+
+    def __init__(self, numbers: Any, *, noise: bool = False, fails_at: int | None = None) -> None:
+        self.numbers, self.noise, self.fails_at = numbers, noise, fails_at
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        worker = get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        numbers = self.numbers() if callable(self.numbers) else self.numbers
+        for number in list(numbers)[first::step]:
+            if number == self.fails_at:
+                raise OSError("the file is damaged")
+            yield torch.tensor([number, float(torch.randn(())) if self.noise else 0.0], dtype=torch.float64)
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor([0.5], dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x[:, 0]).square()
+
+
+class Run:
+    """A model with its loader; what it was given, and its gradients at fixed weights."""
+
+    def __init__(self, data: IterableDataset, *, total: int = 8, policy: str = "even", **options: Any) -> None:
+        net = Net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+        self.model = cannikin.HeteroDataParallel(net, optimizer, policy=policy)
+        self.loader = cannikin.HeteroDataLoader(data, model=self.model, batch_size=total, **options)
+        self.optimizer = optimizer
+        self.samples: list[list[int]] = []
+        self.gradients: list[float] = []
+
+    def train(self, num_steps: int | None = None) -> Run:
+        for step, batch in enumerate(self.loader):
+            self.optimizer.zero_grad()
+            self.model(batch).mean().backward()
+            self.optimizer.step()
+            self.samples.append([] if self.loader.is_padding else batch[:, 0].int().tolist())
+            self.gradients.append(float(self.model.module.weight.grad))
+            if step + 1 == num_steps:
+                break
+        return self
+
+
+def told_samples(run: Run) -> tuple[list[list[int]], list[float]]:
+    return run.samples, run.gradients
+
+
+def by_process() -> list[int]:
+    """An order seeded by the process, as webdataset's shuffle is."""
+    numbers = list(range(LENGTH))
+    random.Random(os.getpid()).shuffle(numbers)
+    return numbers
+
+
+def by_python() -> list[int]:
+    """An order by Python's own generator, which ranks seed differently."""
+    numbers = list(range(LENGTH))
+    random.shuffle(numbers)
+    return numbers
+
+
+def split_by_rank(rank: int) -> Any:
+    return told_samples(Run(Numbers(range(rank, LENGTH, dist.get_world_size()))).train())
+
+
+def split_from_the_middle_on(rank: int) -> Any:
+    same, own = list(range(24)), list(range(24 + rank, LENGTH, 2))
+    return told_samples(Run(Numbers(same + own)).train())
+
+
+def shuffled_by_process(rank: int) -> Any:
+    return told_samples(Run(Numbers(by_process)).train())
+
+
+def shuffled_by_process_and_not_checked(rank: int) -> Any:
+    return told_samples(Run(Numbers(by_process), sharded=False).train())
+
+
+def shuffled_and_augmented(rank: int, num_workers: int = 0) -> Any:
+    random.seed(rank)
+    torch.manual_seed(rank)
+    run = Run(Numbers(by_python, noise=True), num_workers=num_workers)
+    run.train().train()
+    return run.samples, float(torch.rand(())), random.random()
+
+
+def shuffled_and_augmented_by_workers(rank: int) -> Any:
+    return shuffled_and_augmented(rank, 2)
+
+
+def unequal(rank: int, num_workers: int = 0) -> Any:
+    return told_samples(Run(Numbers(range(LENGTH - 16 * rank)), num_workers=num_workers).train())
+
+
+def empty_on_one_rank(rank: int) -> Any:
+    return told_samples(Run(Numbers(range(LENGTH * rank))).train())
+
+
+def unequal_in_the_last_batch(rank: int) -> Any:
+    return told_samples(Run(Numbers(range(LENGTH - 3 * rank))).train())
+
+
+def unequal_with_workers(rank: int) -> Any:
+    return unequal(rank, 2)
+
+
+def unequal_under_no_weighting(rank: int) -> Any:
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    model = cannikin.HeteroDataParallel(net, optimizer, weighting="none")
+    for batch in cannikin.HeteroDataLoader(Numbers(range(LENGTH - 16 * rank)), model=model, batch_size=8):
+        model(batch).mean().backward()
+        optimizer.step()
+
+
+def damaged_on_one_rank(rank: int) -> Any:
+    return told_samples(Run(Numbers(range(LENGTH), fails_at=20 if rank else None)).train())
+
+
+def own_streams(rank: int, **options: Any) -> Any:
+    data = Numbers(range(100 * rank, 100 * rank + (13, 30)[rank]))
+    return told_samples(Run(data, sharded=True, local_batches=[6, 2], **options).train())
+
+
+def own_streams_of_tokens(rank: int) -> Any:
+    return own_streams(rank, item_count=lambda batch: float(batch[:, 0].sum()) + 1)
+
+
+def own_streams_resumed(rank: int) -> Any:
+    data = Numbers(range(100 * rank, 100 * rank + (13, 30)[rank]))
+    first = Run(data, sharded=True, local_batches=[6, 2]).train(4)
+    state = first.loader.state_dict()
+    second = Run(data, sharded=True, local_batches=[4, 4])
+    second.loader.load_state_dict(state)
+    return state, first.samples, second.train().samples, second.train().samples
+
+
+def own_stream_without_samples(rank: int) -> Any:
+    return told_samples(Run(Numbers(range(LENGTH if rank else 0)), sharded=True).train())
+
+
+CASES = {
+    case.__name__: case
+    for case in (
+        split_by_rank,
+        split_from_the_middle_on,
+        shuffled_by_process,
+        shuffled_by_process_and_not_checked,
+        shuffled_and_augmented,
+        shuffled_and_augmented_by_workers,
+        unequal,
+        empty_on_one_rank,
+        unequal_in_the_last_batch,
+        unequal_with_workers,
+        unequal_under_no_weighting,
+        damaged_on_one_rank,
+        own_streams,
+        own_streams_of_tokens,
+        own_streams_resumed,
+        own_stream_without_samples,
+    )
+}
+
+
+def run_streams(rank: int, world_size: int, names: list[str] | None = None) -> dict[str, Any]:
+    return run_cases(rank, world_size, {name: CASES[name] for name in names or CASES})

@@ -1,0 +1,164 @@
+"""Streams on real ranks: one that all of them should share, and one of each rank's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from stream_cases import CASES, LENGTH, run_streams
+from told import Raised, values
+
+from cannikin.runtime.streams import SharedRandomness, fingerprint
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+@pytest.fixture(scope="module")
+def told():
+    return run_ranks(run_streams, 2, timeout_s=120)
+
+
+@pytest.mark.parametrize(
+    ("case", "step"),
+    [
+        ("split_by_rank", 0),
+        ("split_from_the_middle_on", 3),
+        ("shuffled_by_process", 0),
+        ("empty_on_one_rank", 0),
+        ("unequal", 4),
+        ("unequal_with_workers", 4),
+        ("unequal_under_no_weighting", 4),
+        ("unequal_in_the_last_batch", 5),
+    ],
+)
+def test_every_rank_stops_at_the_step_at_which_streams_differ(told, case, step):
+    for answers in told:
+        raised = answers[case]
+        assert isinstance(raised, Raised), raised
+        assert raised.kind == "DisagreementError"
+        assert f"different samples for step {step} " in raised.text
+        assert "sharded=True" in raised.text
+
+
+def test_what_is_not_checked_goes_on(told):
+    assert all(len(samples) == LENGTH // 8 for samples, _ in values(told, "shuffled_by_process_and_not_checked"))
+
+
+def test_shuffles_and_augmentations_by_global_generators_are_the_same_on_every_rank(told):
+    ranks = values(told, "shuffled_and_augmented")
+    batches = [samples for samples, *_ in ranks]
+    seen = [number for step in zip(*batches, strict=True) for part in step for number in part]
+    assert sorted(seen[:LENGTH]) == sorted(seen[LENGTH:]) == list(range(LENGTH))
+    assert seen[:LENGTH] != seen[LENGTH:], "another epoch is another order"
+    assert ranks[0][1:] != ranks[1][1:], "what the training draws stays each rank's own"
+    assert all(len(samples) == 2 * LENGTH // 8 for samples, *_ in values(told, "shuffled_and_augmented_by_workers"))
+
+
+def test_a_rank_that_cannot_read_stops_the_others(told):
+    assert [answers["damaged_on_one_rank"].kind for answers in told] == ["DisagreementError", "OSError"]
+    assert "another rank could not read" in told[0]["damaged_on_one_rank"].text
+
+
+def gradients_of(steps: list[list[int]], weights=len) -> list[float]:
+    """Of the mean over all samples of (w x)^2 at w = 0.5, on one process; parts are weighted as `weights` says."""
+    means = [[(weights(part), np.mean(np.square(part, dtype=float))) for part in step if part] for step in steps]
+    return [sum(w * mean for w, mean in parts) / sum(w for w, _ in parts) for parts in means]
+
+
+@pytest.mark.parametrize(("case", "weights"), [("own_streams", len), ("own_streams_of_tokens", lambda x: sum(x) + 1)])
+def test_streams_of_ranks_are_used_up_once_each_whatever_their_lengths(told, case, weights):
+    ranks = values(told, case)
+    for rank, (samples, _) in enumerate(ranks):
+        seen = [number for part in samples for number in part]
+        assert seen == list(range(100 * rank, 100 * rank + (13, 30)[rank])), "every sample once"
+    assert [len(samples) for samples, _ in ranks] == [15, 15], "as many steps on both"
+    steps = [list(parts) for parts in zip(*(samples for samples, _ in ranks), strict=True)]
+    for _, gradients in ranks:
+        np.testing.assert_allclose(gradients, gradients_of(steps, weights), rtol=1e-12)
+
+
+def test_streams_of_ranks_are_resumed_each_where_it_was(told):
+    states, before, after, _ = zip(*values(told, "own_streams_resumed"), strict=True)
+    assert states[0] == states[1], "rank 0's state is enough"
+    assert states[0]["shards"] == [24, 8]
+    for rank in (0, 1):
+        seen = [number for part in (*before[rank], *after[rank]) for number in part]
+        once = list(range(100 * rank, 100 * rank + (13, 30)[rank]))
+        assert seen == once * 2, "the rest of the first epoch, and then the second one"
+
+
+def test_a_rank_without_samples_stops_all(told):
+    kinds = [answers["own_stream_without_samples"].kind for answers in told]
+    assert kinds == ["InvalidInputError", "DisagreementError"]
+    assert "has no sample" in told[0]["own_stream_without_samples"].text
+
+
+def test_every_case_is_looked_at():
+    assert len(CASES) == 16
+
+
+# Fingerprints
+
+
+@dataclass
+class Example:
+    image: torch.Tensor
+    label: int
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (1, 2),
+        (1, 1.0),
+        ("a", "b"),
+        (b"a", b"b"),
+        (torch.zeros(3), torch.zeros(4)),
+        (torch.zeros(3), torch.ones(3)),
+        (torch.zeros(100, 100), torch.zeros(100, 100).index_fill(0, torch.tensor(50), 1.0)),
+        (torch.zeros(3, dtype=torch.bfloat16), torch.ones(3, dtype=torch.bfloat16)),
+        (np.zeros(3), np.ones(3)),
+        ({"x": 1}, {"x": 2}),
+        ({"__key__": "1"}, {"__key__": "2"}),
+        ([1, [2, 3]], [1, [2, 4]]),
+        (Example(torch.zeros(2), 0), Example(torch.zeros(2), 1)),
+    ],
+    ids=str,
+)
+def test_different_samples_have_different_fingerprints(one, other):
+    assert fingerprint(one) != fingerprint(other)
+    assert 1 <= fingerprint(one) <= 2**40, "many of them can be added up without rounding"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: {"x": torch.arange(5).t(), "__url__": str(object())},
+        lambda: (object(), "same"),
+        lambda: torch.arange(12).reshape(3, 4).t(),
+        lambda: np.array([], dtype=np.float32),
+        lambda: torch.zeros(0),
+        lambda: np.array(["a", None], dtype=object),
+        lambda: {"a": {1, 2}},
+    ],
+)
+def test_equal_samples_have_one_fingerprint(make):
+    assert fingerprint(make()) == fingerprint(make())
+
+
+def test_random_numbers_for_reading_depend_on_seed_and_epoch_alone():
+    def draw(seed: int, epoch: int) -> list[float]:
+        shared, drawn = SharedRandomness(seed, epoch), []
+        for _ in range(2):
+            torch.manual_seed(len(drawn))
+            with shared:
+                drawn.append(float(torch.rand(())))
+        return drawn
+
+    state = torch.get_rng_state()
+    assert draw(0, 0) == draw(0, 0)
+    assert len({*draw(0, 0), *draw(0, 1), *draw(1, 0)}) == 6
+    torch.set_rng_state(state)
