@@ -19,6 +19,7 @@ from cannikin.core.cutting import whole_number
 from cannikin.core.lr import rule_name
 from cannikin.core.values import Job, Plan
 from cannikin.errors import BatchMatchError, InvalidInputError, StateError
+from cannikin.runtime.across import Together, gather_rows, mean_over_ranks
 from cannikin.runtime.binding import check_agreement, check_owner, data_sheets, make_planner, policy_name
 from cannikin.runtime.coordinator import Coordinator, Unplanned
 from cannikin.runtime.device import find_device
@@ -248,6 +249,32 @@ class Engine:
             total = torch.zeros_like(total)  # not multiplied by 0: 0 x NaN is NaN
         dist.all_reduce(total, group=self._reducer.group)
         return total
+
+    def global_mean(self, values: torch.Tensor) -> torch.Tensor:
+        """See `HeteroDataParallel.global_mean`."""
+        return mean_over_ranks(values, self._together())
+
+    def all_gather(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `HeteroDataParallel.all_gather`."""
+        together = self._together()
+        sizes = self._exchange.gather_count(len(rows) if together.weight else 0)
+        start = sum(sizes[: self.rank])
+        numbers = torch.arange(start, start + len(rows), device=rows.device)
+        if together.weight == 0:  # padding: any rows of the others' will do, with weight 0
+            numbers = torch.zeros_like(numbers)
+        return gather_rows(rows, together, sizes, self.rank), numbers
+
+    def _together(self) -> Together:
+        """Return this rank's weight in the loss of all ranks; in an evaluation all count."""
+        if self.loop.has_part:
+            raise InvalidInputError(
+                "global_mean() and all_gather() inside micro_batches(): ranks may have different numbers of parts, and "
+                "would wait for each other; call them on the whole batch"
+            )
+        trains = self._ddp.training and self.loop.step is not None
+        share = self.current_share if trains else 1.0
+        weight = 1 / self.world_size if self.weighting == "none" and share else share
+        return Together(self._reducer.group, weight)
 
     def log(self, /, **metrics: Any) -> None:
         """See `HeteroDataParallel.log`."""

@@ -123,6 +123,11 @@ class Loop:
         return self.queue.in_hand(self.step)
 
     @property
+    def has_part(self) -> bool:
+        """Whether a micro-batch is in hand."""
+        return self._part is not None
+
+    @property
     def current_step(self) -> int:
         """Number of the step in training, or of the first one."""
         return 0 if self.step is None else self.step.entry.step

@@ -170,6 +170,26 @@ class HeteroDataParallel(DistributedDataParallel):
         """
         return self.engine.weighted_mean(value)
 
+    def global_mean(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the mean over dimension 0 of all ranks' values together, such as a centre of features in a loss.
+
+            sum_i sum_s x_is / sum_i b_i
+
+        It has the gradient that one process on the whole batch would have. Every rank must call it, in forward or in
+        the loss, and waits for the others.
+        """
+        return self.engine.global_mean(values)
+
+    def all_gather(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows of all ranks, one rank after another, and the numbers that this rank's own have there.
+
+        Ranks may have different numbers of rows. The gradient is that of one process on the whole batch, where the loss
+        is a mean over this rank's own rows against all columns, such as `cross_entropy(image @ texts.T, numbers)` after
+        `texts, numbers = model.all_gather(text)`. Every rank must call it, in forward or in the loss, and waits for the
+        others.
+        """
+        return self.engine.all_gather(rows)
+
     def micro_batches(self, batch: Any, num_parts: int | None = None) -> Iterator[Any]:
         """Cut a batch between samples and hold synchronisation back on all parts but the last.
 

@@ -360,6 +360,11 @@ class Exchange:
             return [] if same else ["ranks pass different settings to the loader: run the same script on every rank"]
         return [told for told in self._gather_bytes(text, heads[:, 0].tolist()) if told]
 
+    def gather_count(self, mine: int) -> list[int]:
+        """Return a whole number of every rank, by rank, for which this waits."""
+        counts: list[int] = self._gather_now(torch.tensor([mine]))[:, 0].tolist()
+        return counts
+
     def gather_text(self, mine: str) -> list[str]:
         """Return a text of every rank, by rank."""
         text = mine.encode()
