@@ -208,6 +208,24 @@ def grouped(net: nn.Module) -> torch.optim.Optimizer:
     )
 
 
+class Both(list[torch.optim.Optimizer]):
+    """Two optimizers of one model, which step together."""
+
+    def zero_grad(self) -> None:
+        for optimizer in self:
+            optimizer.zero_grad()
+
+    def step(self) -> None:
+        for optimizer in self:
+            optimizer.step()
+
+
+def both(net: nn.Module) -> Any:
+    """SGD for matrices and AdamW for the rest, as scripts have it with Muon."""
+    matrices, others = ([p for p in net.parameters() if (p.ndim > 1) == wanted] for wanted in (True, False))
+    return Both([torch.optim.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.AdamW(others, lr=0.01)])
+
+
 # Loops: what a user writes.
 
 
@@ -290,6 +308,15 @@ def accumulating_loop(run: Run) -> None:
         with nullcontext() if last else run.no_sync():
             (run.loss(run.model, batch) / 3).backward()
         if last:
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+
+def reducing_loop(run: Run) -> None:
+    """Gradients pile up, and every batch's are reduced all the same."""
+    for index, batch in enumerate(run.batches):
+        (run.loss(run.model, batch) / 3).backward()
+        if index % 3 == 2:
             run.optimizer.step()
             run.optimizer.zero_grad()
 
@@ -623,6 +650,15 @@ MORE_CASES: dict[str, Case] = {
     "outputs changed in place": Case(loss=inplace_loss),
     "a penalty on parameters": Case(loss=penalised_loss),
     "a penalty on parameters, loss weighting": Case(loss=penalised_loss, keywords={"weighting": "loss"}),
+    "accumulation, each batch reduced": Case(loop=reducing_loop, feed=THRICE),
+    "accumulation, each batch reduced, loss weighting, padding": Case(
+        feed=Loaded(num_batches=60), loop=reducing_loop, keywords={"weighting": "loss"}
+    ),
+    "loader, accumulation, each batch reduced, padding": Case(feed=Loaded(num_batches=60), loop=reducing_loop),
+    "two optimizers": Case(optimizer=both),
+    "loader, two optimizers, accumulation": Case(
+        optimizer=both, feed=Loaded(totals=(12, 16, 14), length=120, num_batches=60), loop=accumulating_loop
+    ),
     "accumulation, loss weighting": Case(loop=accumulating_loop, feed=THRICE, keywords={"weighting": "loss"}),
     "accumulation, gradients as bucket views": Case(
         loop=accumulating_loop, feed=THRICE, keywords={"gradient_as_bucket_view": True}

@@ -559,12 +559,17 @@ def _epoch_with_evaluation(model: Any, optimizer: Any, loader: Any) -> list[Step
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseCase:
-    """A training on digits with frozen weights; `script` has the splits to change between, a single one pins it."""
+    """A training on digits with frozen weights; `script` has the splits to change between, a single one pins it.
+
+    With `accumulate` above 1 so many batches pile up for a step: under no_sync, or each of them reduced.
+    """
 
     seed: int
     script: Script
     num_epochs: int = 5
     weighting: str = "hook"
+    accumulate: int = 1
+    no_sync: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -640,10 +645,13 @@ def measure_noise(rank: int, world_size: int, cases: Sequence[NoiseCase]) -> lis
         )
         splits = set()
         for _ in range(case.num_epochs):
-            for inputs, targets in loader:
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(model(inputs), targets).backward()
-                optimizer.step()
+            for number, (inputs, targets) in enumerate(loader):
+                last = (number + 1) % case.accumulate == 0
+                with nullcontext() if last or not case.no_sync else model.no_sync():
+                    (nn.functional.cross_entropy(model(inputs), targets) / case.accumulate).backward()
+                if last:
+                    optimizer.step()
+                    optimizer.zero_grad()
                 splits.add(model.plan.local_batches)
         noise = model.engine.coordinator.schedule.decision.noise
         assert noise is not None

@@ -96,11 +96,57 @@ def test_a_saved_controller_of_one_rank_goes_on_as_the_first_would_have() -> Non
 def test_a_gradient_is_compared_with_the_step_before_it_only() -> None:
     window = alone((16,), 5, 100.0)
     for left_out, num_pairs in (([], 4), ([2], 2), ([0], 3), ([1, 3], 0)):
-        valid = np.ones((5, 1), dtype=np.bool_)
-        valid[left_out] = False
+        sqnorms = window.local_sqnorm.copy()
+        sqnorms[left_out] = np.nan  # not taken
         tracker = NoiseTracker(initial_batch=16)
-        tracker.observe(replace(window, valid=valid))
+        tracker.observe(replace(window, local_sqnorm=sqnorms))
         assert tracker.num_steps == num_pairs, f"without steps {left_out}"
+
+
+def test_norms_of_gradients_that_piled_up_are_of_so_many_times_the_batch() -> None:
+    """K means of b_i Gaussian samples each: S and G without bias, times K^2, and the noise scale is right."""
+    rng, trace, dimensions, num_batches = RNG(3), 400.0, 50, 3
+    batches, signal = np.array([4, 12]), np.full(dimensions, (1 / dimensions) ** 0.5)
+    window = measure(PAIR, [(4, 12)] * 600, RNG(0), noise=0.01, sqnorms=(1.0, trace))
+    scale = np.sqrt(trace / dimensions / (num_batches * batches))
+    piled = num_batches * (signal + scale[:, None] * rng.standard_normal((600, 2, dimensions)))
+    whole = np.einsum("i,sid->sd", batches / batches.sum(), piled)
+    taken = replace(
+        window,
+        local_sqnorm=(piled**2).sum(axis=2),
+        global_sqnorm=(whole**2).sum(axis=1),
+        accumulated=np.full(600, num_batches),
+    )
+    tracker = NoiseTracker(initial_batch=16)
+    tracker.observe(taken)
+    low, high = tracker.limits
+    assert low < trace < high < 1.5 * low
+    # 3 x 32 samples against 3 x 16, at phi = 400.
+    expected = 2 * (tracker.noise_scale + 48) / (tracker.noise_scale + 96)
+    assert tracker.gain(32) == pytest.approx(expected)
+    restored = NoiseTracker(initial_batch=16)
+    restored.load_state_dict(json.loads(json.dumps(tracker.state_dict())))
+    assert restored.gain(32) == tracker.gain(32)
+
+
+def test_norms_count_where_no_step_of_the_optimizer_followed() -> None:
+    """The first batch of each group, where every batch is reduced: its times do not count, its norms do."""
+    window = measure(PAIR, [(8, 8)] * 9, RNG(0), noise=0.01, sqnorms=(1.0, 16.0))
+    position = np.tile([1, 2, 3], 3)
+    sqnorms = np.where((position == 1)[:, None], window.local_sqnorm, np.nan)
+    tracker = NoiseTracker(initial_batch=16)
+    valid = np.repeat((position == 3)[:, None], 2, axis=1)
+    tracker.observe(replace(window, local_sqnorm=sqnorms, valid=valid, accumulated=position))
+    assert (tracker.num_steps, tracker.num_skipped) == (3, 0)
+    assert tracker.noise_scale == pytest.approx(shown(window, [0, 3, 6]).noise_scale)
+
+
+def shown(window: StepWindow, steps: list[int]) -> NoiseTracker:
+    """A tracker that has seen these steps, each with an optimizer step of its own."""
+    tracker = NoiseTracker(initial_batch=16)
+    for s in steps:
+        tracker.update(window.local_batches[s], window.local_sqnorm[s], float(window.global_sqnorm[s]))
+    return tracker
 
 
 def test_of_a_windows_first_step_the_one_before_is_not_known() -> None:

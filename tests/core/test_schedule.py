@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from benchmarks.synthetic import Training, measure, slowed
 from cannikin.core.perf import Cluster, Curve
@@ -206,6 +208,35 @@ def test_a_step_is_worth_what_the_noise_says_of_the_total_batch_in_force() -> No
     assert schedule.gain_at(9) == pytest.approx(2 * (32 + 32) / (32 + 64))
     schedule.install(decided(12, 20, 44), 10)
     assert schedule.gain_at(12) == 1.0, "nothing is known of the noise"
+
+
+def test_a_step_over_several_batches_compares_with_as_many_initial_ones() -> None:
+    schedule, noise = even(), Noise(signal_sqnorm=1.0, noise_trace=32.0)
+    schedule.install(decided(9, 20, 44, noise=noise), 5)
+    assert schedule.gain_at(8, 4) == 1.0
+    assert schedule.gain_at(9, 4) == pytest.approx(2 * (32 + 4 * 32) / (32 + 4 * 64))
+
+
+@given(totals=st.lists(st.sampled_from([32, 48, 64, 104]), min_size=1, max_size=4), num_samples=st.integers(1, 2000))
+def test_no_pass_is_longer_than_at_the_initial_total_nor_shorter_than_its_samples(
+    totals: list[int], num_samples: int
+) -> None:
+    job = replace(JOB, num_samples=num_samples, max_local=99)
+    schedule, position, length, number = Schedule(job, decided(0, 16, 16)), 0, 0.0, 0
+    while position < num_samples:
+        total = totals[number % len(totals)]
+        schedule.install(decided(0, total // 2, total // 2), 0)
+        cut = min(total, num_samples - position)
+        length += schedule.length(0, cut)
+        position, number = position + cut, number + 1
+    longest = -(-num_samples // 32)
+    assert num_samples / 32 - 1e-9 <= length <= longest + 1e-9
+    assert length == pytest.approx(longest) or set(totals) != {32}
+
+
+def test_a_pass_that_leaves_its_short_batch_out_is_shorter() -> None:
+    job = replace(JOB, num_samples=100)
+    assert (job.pass_steps, replace(job, drop_last=True).pass_steps, JOB.pass_steps) == (4, 3, None)
 
 
 @pytest.mark.parametrize(

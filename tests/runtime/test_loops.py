@@ -14,7 +14,7 @@ from torch import nn
 from cannikin.core.lr import LR_RULES, rule_name
 from cannikin.errors import InvalidInputError
 from cannikin.runtime.device import Cpu
-from cannikin.runtime.update import AdamVariance, Update, choose_rule
+from cannikin.runtime.update import AdamVariance, Rates, Update, choose_rule
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -121,7 +121,7 @@ def test_no_sum_of_items_is_under_way_once_the_iterator_has_ended(told):
 def test_a_param_group_may_be_added_to_adam_later():
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     optimizer = torch.optim.Adam(first.parameters())
-    variance = AdamVariance(optimizer)
+    variance = AdamVariance([optimizer])
 
     def step():
         for parameter in (*first.parameters(), *second.parameters()):
@@ -142,11 +142,11 @@ def test_groups_that_share_one_tensor_as_their_rate_are_scaled_once_and_get_it_b
     nets = nn.Linear(2, 2), nn.Linear(2, 2)
     groups = [{"params": list(net.parameters())} for net in nets]
     optimizer = torch.optim.SGD(groups, lr=torch.tensor(0.5), foreach=False)
-    update = Update(optimizer, LR_RULES["none"], Cpu())
+    rates = Rates(optimizer, LR_RULES["none"])
     for _ in range(2):
-        update.begin(2.0)
+        rates.scale(2.0)
         assert [float(group["lr"]) for group in optimizer.param_groups] == [1.0, 1.0]
-        update.end(1.0)
+        rates.give_back()
         assert [float(group["lr"]) for group in optimizer.param_groups] == [0.5, 0.5]
 
 
@@ -160,14 +160,14 @@ def test_a_subclass_of_adam_has_adams_rule_and_adams_noise_scale(kind):
     optimizer = kind(net.parameters())
     rule, reason = choose_rule("auto", optimizer)
     assert (rule_name(rule), kind.__name__ in reason) == ("sqrt", True)
-    assert Update(optimizer, rule, Cpu()).variance is not None
+    assert Update([optimizer], [rule], Cpu(), net.parameters()).variance is not None
 
 
 def test_adamax_keeps_no_variance_to_divide_by():
     net = nn.Linear(2, 2)
     optimizer = torch.optim.Adamax(net.parameters())
     assert rule_name(choose_rule("auto", optimizer)[0]) == "sqrt"
-    assert Update(optimizer, LR_RULES["sqrt"], Cpu()).variance is None
+    assert Update([optimizer], [LR_RULES["sqrt"]], Cpu(), net.parameters()).variance is None
 
 
 def test_a_rule_of_the_users_own_scales_the_rate():

@@ -81,6 +81,10 @@ NOISE_CASES = [
     NoiseCase(seed=2, script=[(12, 6, 18)], weighting="loss"),
     NoiseCase(seed=3, script=[(24, 8, 4), (4, 16, 16), (12, 12, 12), (30, 3, 3)]),
     NoiseCase(seed=4, script=[(24, 8, 4), (16, 36, 10), (2, 20, 2)]),
+    NoiseCase(seed=5, script=[(24, 8, 4)], accumulate=2, num_epochs=9),
+    NoiseCase(seed=6, script=[(24, 8, 4)], accumulate=3, num_epochs=12, no_sync=False),
+    NoiseCase(seed=7, script=[(24, 8, 4), (4, 16, 16), (12, 12, 12), (30, 3, 3)], accumulate=2, num_epochs=12),
+    NoiseCase(seed=8, script=[(12, 6, 18)], accumulate=2, num_epochs=9, weighting="loss"),
 ]
 
 
@@ -94,7 +98,7 @@ def test_the_noise_scale_measured_in_training_agrees_with_the_one_of_per_sample_
         low, high = found.limits
         assert found.splits == set(case.script)
         assert found.num_steps > 60  # every step at first, then one in four
-        assert 0 < low < found.noise_scale < high < 2 * low, "the limits say something"
+        assert 0 < low < found.noise_scale < high < 2.5 * low, "the limits say something"
         assert found.noise_scale == pytest.approx(noise / signal, rel=0.25)
         num_held += low <= noise / signal <= high
     assert num_held >= len(NOISE_CASES) - 1

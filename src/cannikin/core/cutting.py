@@ -118,6 +118,7 @@ def make_job(
     local_batches: Sequence[int] | None = None,
     local_bounds: Bounds | None = None,
     num_samples: int | None = None,
+    drop_last: bool = False,
     has_batch_norm: bool = False,
 ) -> Job:
     """Make the job of a loader's arguments: what the planner may choose from.
@@ -159,6 +160,7 @@ def make_job(
         min_local=low,
         max_local=high,
         num_samples=num_samples,
+        drop_last=drop_last,
     )
 
 

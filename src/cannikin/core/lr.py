@@ -2,7 +2,8 @@
 
 Legend: B total batch, B0 the initial one, gain = (B/B0) * efficiency(B), the number of B0-steps that one step is worth
 (AdaScale; paper, table of workloads). A rule gives the factor on the user's own rate. Progress grows by the gain with
-every step taken ("scale-invariant iterations"), so that a schedule driven by it is neither stretched nor cut.
+every step taken ("scale-invariant iterations"), so that a schedule driven by it is neither stretched nor cut. Where K
+batches pile up for each step of the optimizer, its total is K B, and compares with K B0: the ratio is the same.
 
     adascale   gain              adamscale  sqrt(gain)
     linear     B/B0              sqrt       sqrt(B/B0)
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -32,8 +34,66 @@ class LrRule(Protocol):
             total_batch: B of the plan in force (never that of a short last batch).
             initial_batch: B0.
             gain: AdaScale's gain at B, from 1 to B/B0 for B >= B0.
-            progress: B0-steps taken so far.
+            progress: steps of the optimizer at the initial batch that training so far has been worth.
         """
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """What training so far has been worth, the same on every rank.
+
+    Args:
+        batches: initial batches (B0 samples each) that the optimizer's steps were worth.
+        steps: steps of the optimizer at the initial batch that they were worth: a K-th of it where K batches pile up.
+        forgone: initial batches whose gradients no step has used, for instance one that a GradScaler skipped.
+        num_batches: K of the last step.
+
+    Example:
+        >>> progress = Progress()
+        >>> for num_batches in (4, 4, 2):  # ten batches per pass, and a step for each four and at the end
+        ...     progress.add(progress.worth(lengths=[1.0] * num_batches, gain=1.0, ratio=1.0))
+        >>> progress.batches, progress.steps
+        (10.0, 3.0)
+    """
+
+    batches: float = 0.0
+    steps: float = 0.0
+    forgone: float = 0.0
+    num_batches: int = 1
+
+    def worth(self, *, lengths: Sequence[float], gain: float, ratio: float) -> Worth:
+        """Return what a step over these batches is worth.
+
+        Args:
+            lengths: of each batch in initial batches, `Schedule.length`; B/B0 for a whole one.
+            gain: steps at the initial batch that a step over as many whole batches is worth.
+            ratio: B/B0.
+        """
+        batches = gain / ratio * sum(lengths)
+        # At B0 every step is one, as a schedule counts it; else a last group that is not full counts for less.
+        steps = 1.0 if ratio == 1 else batches / max(self.num_batches, len(lengths))
+        return Worth(batches=batches, steps=steps, num_batches=len(lengths))
+
+    def add(self, worth: Worth) -> None:
+        """Count a step."""
+        self.batches += worth.batches
+        self.steps += worth.steps
+        self.num_batches = worth.num_batches
+
+    def take_back(self, worth: Worth) -> None:
+        """Take a step back that was skipped after all."""
+        self.batches -= worth.batches
+        self.steps -= worth.steps
+        self.forgone += worth.batches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worth:
+    """What one step of the optimizer adds to `Progress`."""
+
+    batches: float
+    steps: float
+    num_batches: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,7 +63,7 @@ class Schedule:
     def begin_with(self, decision: Decision) -> None:
         """Forget earlier plans: this decision is in force from now on."""
         self.decision = decision
-        self._gains: dict[int, float] = {}
+        self._gains: dict[tuple[int, int], float] = {}
         self._plans = [checked(decision.plan, self.job)]
         self._decided_step = 0
 
@@ -113,12 +113,34 @@ class Schedule:
         else:
             self._plans[-1] = replace(plan, first_step=self.newest.first_step)
 
-    def gain_at(self, step: int) -> float:
-        """Return how many steps at the initial batch this step is worth; 1 before the gradient noise is known."""
+    def gain_at(self, step: int, num_batches: int = 1) -> float:
+        """Return how many steps at the initial batch this step is worth; 1 before the gradient noise is known.
+
+        A step over K batches that pile up (`num_batches`) has the total K B, and compares with one at K B0.
+        """
         noise, total = self.decision.noise, self.plan_at(step).total_batch
-        if total not in self._gains:  # asked in every step, for one total or two until the next decision
-            self._gains[total] = 1.0 if noise is None else noise.gain(total, self.job.batch_size)
-        return self._gains[total]
+        key = total, num_batches
+        if key not in self._gains:  # asked in every step, for one total or two until the next decision
+            initial = num_batches * self.job.batch_size
+            self._gains[key] = 1.0 if noise is None else noise.gain(num_batches * total, initial)
+        return self._gains[key]
+
+    def length(self, step: int, total_batch: int | None = None) -> float:
+        """Return how many initial batches the samples of this step's batch make, B/B0.
+
+        A short last batch is lengthened by what the last one of a pass at B0 would lack, so that no pass is longer than
+        `Job.pass_steps`, and one at B0 is just that.
+
+        Args:
+            step: whose plan is asked for.
+            total_batch: the samples that were cut for it; the plan's where left out.
+        """
+        full, initial = self.plan_at(step).total_batch, self.job.batch_size
+        if total_batch is None or total_batch >= full:
+            return full / initial
+        if self.job.num_samples is None or self.job.pass_steps is None:
+            return float(-(-total_batch // initial))
+        return self.job.pass_steps - (self.job.num_samples - total_batch) / initial
 
 
 def checked(plan: Plan, job: Job) -> Plan:

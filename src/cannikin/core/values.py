@@ -69,6 +69,7 @@ class Job:
         max_batch_size: the largest total batch; `None` keeps the total at `batch_size`.
         min_local, max_local: bounds on each local batch, one pair for all ranks or one per rank.
         num_samples: length of an epoch in samples, for planners that plan once per epoch; `None` where unknown.
+        drop_last: whether a last batch shorter than the total is left out.
     """
 
     num_ranks: int
@@ -77,6 +78,7 @@ class Job:
     min_local: int | tuple[int, ...] = 1
     max_local: int | tuple[int, ...] = NO_MAX
     num_samples: int | None = None
+    drop_last: bool = False
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:
@@ -112,6 +114,13 @@ class Job:
                     f"{bound.size} local bounds for {self.num_ranks} ranks: give one, or one per rank"
                 )
         return np.broadcast_to(lo, self.num_ranks).copy(), np.broadcast_to(hi, self.num_ranks).copy()
+
+    @property
+    def pass_steps(self) -> int | None:
+        """Batches of one pass over the data at the initial total; `None` where its length is unknown."""
+        if self.num_samples is None:
+            return None
+        return self.num_samples // self.batch_size if self.drop_last else -(-self.num_samples // self.batch_size)
 
     def limited(self, max_batch: IntArray, total_batch: int) -> Job:
         """Return this job with upper bounds of at most `max_batch`, [n], that still hold the total batch in force.
@@ -160,9 +169,11 @@ class StepWindow:
         previous_dot: g_t . g_(t-1), this step's gradient times the one of the step before, [S]; NaN where it was not
             taken. Only needed where one rank trains alone.
         max_batch: the largest local batch that each rank's memory allows, as far as is known, [n].
+        accumulated: batches whose gradients had piled up since the optimizer's last step, this one included, [S]. Norms
+            are of a mean over so many times `local_batches`; the group of an optimizer step ends where times are valid.
 
-    The last four may be left out: then every measurement counts, no rank waited for data, no product was taken and
-    memory has no limit.
+    The last five may be left out: then every measurement counts, no rank waited for data, no product was taken, memory
+    has no limit and every batch has its own step of the optimizer.
     """
 
     first_step: int
@@ -176,6 +187,7 @@ class StepWindow:
     load_s: FloatArray = field(default_factory=lambda: np.zeros((0, 0)))
     previous_dot: FloatArray = field(default_factory=lambda: np.zeros(0))
     max_batch: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    accumulated: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     def __post_init__(self) -> None:
         steps, ranks = self.local_batches.shape
@@ -189,6 +201,7 @@ class StepWindow:
             ("load_s", (steps, ranks), 0.0),
             ("previous_dot", (steps,), np.nan),
             ("max_batch", (ranks,), NO_MAX),
+            ("accumulated", (steps,), 1),
         )
         for name, shape, left_out in wanted:
             if left_out is not None and getattr(self, name).size == 0:

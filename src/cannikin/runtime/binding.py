@@ -38,9 +38,9 @@ def check_agreement(exchange: Exchange, job: Job, **settings: Any) -> None:
     exchange.check_agreement({**settings, **of_job})
 
 
-def check_owner(optimizer: torch.optim.Optimizer, loop: Loop) -> None:
+def check_owner(optimizers: Sequence[torch.optim.Optimizer], loop: Loop) -> None:
     """Refuse an optimizer whose rates another engine scales already: both would, and neither could undo it."""
-    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
+    hooks = [hook for o in optimizers for hook in getattr(o, "_optimizer_step_pre_hooks", {}).values()]
     owners = [owner for hook in hooks if isinstance(owner := getattr(hook, "__self__", None), Loop)]
     if any(owner is not loop and owner.coordinator.is_bound for owner in owners):
         raise InvalidInputError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,13 +16,14 @@ from typing import Any
 import torch
 
 from cannikin.core.divergence import Divergence
+from cannikin.core.lr import Progress, Worth
 from cannikin.core.planner import Decision, Planner
 from cannikin.core.schedule import ANNOUNCE, GATHER, IN_FORCE, INSTALL, LEARN, Schedule
 from cannikin.core.sum_loss import SumLoss
 from cannikin.core.values import NO_MAX, Job, Plan
 from cannikin.runtime.device import Device, HostCopy
 from cannikin.runtime.step import StepInProgress
-from cannikin.runtime.update import Update
+from cannikin.runtime.update import Rates, Update
 from cannikin.runtime.wire import (
     Exchange,
     Gathered,
@@ -74,13 +76,17 @@ class Unplanned:
         """Return None: there is no plan."""
         return None
 
-    def gain_at(self, step: int) -> float:
+    def gain_at(self, step: int, num_batches: int) -> float:
         """Return what a step is worth while the noise scale is not known."""
         return 1.0
 
-    def lr_factor(self, update: Update, step: int) -> float:
+    def lr_factor(self, update: Update, step: int, rates: Rates | None = None) -> float:
         """Return 1: learning rates stay the user's own."""
         return 1.0
+
+    def worth(self, progress: Progress, steps: Sequence[StepInProgress]) -> Worth:
+        """Return 1: a step is a step."""
+        return progress.worth(lengths=[1.0], gain=1.0, ratio=1.0)
 
     def add(self, step: StepInProgress) -> None:
         """Forget a finished step: nobody learns from it."""
@@ -150,13 +156,22 @@ class Coordinator:
         self._furthest = max(self._furthest, step)
         return self.schedule.plan_at(step)
 
-    def gain_at(self, step: int) -> float:
-        """Return how many steps at the initial batch this step is worth."""
-        return self.schedule.gain_at(step)
+    def gain_at(self, step: int, num_batches: int) -> float:
+        """Return how many steps at the initial batch a step over so many batches is worth."""
+        return self.schedule.gain_at(step, num_batches)
 
-    def lr_factor(self, update: Update, step: int) -> float:
-        """Return the factor on every learning rate under the plan in force at this step."""
-        return update.factor(self.schedule, step)
+    def lr_factor(self, update: Update, step: int, rates: Rates | None = None) -> float:
+        """Return the factor on these learning rates, or the first optimizer's, under the plan in force at this step."""
+        return update.factor(self.schedule, step, rates)
+
+    def worth(self, progress: Progress, steps: Sequence[StepInProgress]) -> Worth:
+        """Return what a step of the optimizer on the gradients of all these batches is worth."""
+        schedule, last = self.schedule, steps[-1].entry.step
+        ours = [step.entry for step in steps if not step.entry.is_extra]
+        # What the user says of a batch (use_batch) may count other things than the loader's samples.
+        lengths = [schedule.length(entry.step, entry.total_batch if entry.checked else None) for entry in ours]
+        lengths = lengths or [schedule.length(last)]
+        return progress.worth(lengths=lengths, gain=schedule.gain_at(last, len(lengths)), ratio=schedule.length(last))
 
     @property
     def noise_scale(self) -> float:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from cannikin.core.cutting import whole_number
-from cannikin.core.lr import rule_name
+from cannikin.core.lr import Progress, rule_name
 from cannikin.core.values import Job, Plan
 from cannikin.errors import BatchMatchError, InvalidInputError, StateError
 from cannikin.runtime.across import Together, gather_rows, mean_over_ranks
@@ -27,11 +27,11 @@ from cannikin.runtime.drawing import Draws
 from cannikin.runtime.follow import Follower, leader_of
 from cannikin.runtime.hook import DdpReducer
 from cannikin.runtime.loop import Loop
-from cannikin.runtime.options import DrawOptions, Options, check_model, check_names
+from cannikin.runtime.options import DrawOptions, OneOrMore, Options, check_model, check_names
 from cannikin.runtime.profile_store import ProfileStore, introduce, model_key
 from cannikin.runtime.recorder import Recorder, check_metrics, end_run
 from cannikin.runtime.step import BatchEntry, BatchSource
-from cannikin.runtime.update import Update, choose_rule
+from cannikin.runtime.update import Update, choose_rules
 from cannikin.runtime.weighting import RunningStatistics, choose_weighting, has_batch_norm, refuse_sparse
 from cannikin.runtime.wire import Exchange, pause_at_exit
 
@@ -41,29 +41,29 @@ class Engine:
 
     Args:
         ddp: the module, before its first training step and without a communication hook of its own.
-        optimizer: the one that steps its parameters.
+        optimizer: the one that steps its parameters, or several that step together.
         **options: see `Options`.
     """
 
-    def __init__(
-        self, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, **options: Unpack[Options]
-    ) -> None:
+    def __init__(self, ddp: DistributedDataParallel, optimizer: OneOrMore, **options: Unpack[Options]) -> None:
         check_names("attach", Options.__annotations__, None, options)
         net = ddp.module
-        check_model(net, optimizer, options.get("policy"))
+        optimizers = check_model(net, optimizer, options.get("policy"))
         refuse_sparse(net)
         policy, scaler, profiles = options.get("policy"), options.get("grad_scaler"), options.get("profiles")
         scaler = scaler if scaler is not None and scaler.is_enabled() else None  # GradScaler(enabled=use_amp)
         self.policy = os.environ.get("CANNIKIN_POLICY", "cannikin") if policy is None else policy
         self.weighting, self.weighting_reason = choose_weighting(options.get("weighting", "auto"), net)
-        rule, self.lr_reason = choose_rule(options.get("lr_rule", "auto"), optimizer, options.get("warmup_steps", 0.0))
-        self.lr_rule = rule_name(rule)
+        rules, self.lr_reason = choose_rules(
+            options.get("lr_rule", "auto"), optimizers, options.get("warmup_steps", 0.0)
+        )
+        self.lr_rule = " and ".join(rule_name(rule) for rule in rules)
         self.has_batch_norm = has_batch_norm(net)
         self._ddp = ddp
         self._source: BatchSource | None = None  # the loader
         self._restored: dict[str, Any] | None = None  # a state loaded before there was a planner to take it
         self.device = find_device(next(net.parameters()).device)
-        self._update = Update(optimizer, rule, self.device)
+        self._update = Update(optimizers, rules, self.device, net.parameters())
         wrapper = options.get("comm_wrapper")
         self._reducer = DdpReducer(ddp, self.device, comm_wrapper=wrapper, variance_of=self._update.variance)
         self._exchange = Exchange(self._reducer.group)
@@ -117,7 +117,7 @@ class Engine:
             raise InvalidInputError("this model follows another (follows=): give the loader to that one")
         if self.loop.coordinator.is_bound:
             raise InvalidInputError("this model has a loader already: give each model one HeteroDataLoader")
-        check_owner(self._update.optimizer, self.loop)
+        check_owner([rates.optimizer for rates in self._update.rates], self.loop)
         policy = policy_name(self.policy)
         choices = {"policy": policy, "weighting": self.weighting, "lr_rule": self.lr_rule, "lag": self.device.lag}
         check_agreement(self._exchange, job, **settings, **choices)
@@ -204,13 +204,23 @@ class Engine:
         """Return progress and everything learned, in plain types. Rank 0 has learned it: save there."""
         num_steps = self.loop.queue.num_taken + self._recorder.steps_before
         planner = None if self._follows else self.loop.coordinator.planner_state()
-        return {"version": 1, "progress": self._update.settle(), "num_steps": num_steps, "planner": planner}
+        progress = self._update.settle()
+        return {
+            "version": 1,
+            "progress": progress.batches,
+            "optimizer_steps": progress.steps,
+            "forgone": progress.forgone,
+            "num_steps": num_steps,
+            "planner": planner,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` returned, on every rank, and on another number of them too."""
         if not isinstance(state, dict) or state.get("version") != 1:
             raise StateError("not the state of a cannikin engine of version 1: load what engine.state_dict() returned")
-        self._update.restore(float(state["progress"]))
+        batches = float(state["progress"])
+        steps, forgone = float(state.get("optimizer_steps", batches)), float(state.get("forgone", 0.0))
+        self._update.restore(Progress(batches=batches, steps=steps, forgone=forgone))
         self._recorder.resume(int(state.get("num_steps", 0)) - self.loop.queue.num_taken)
         self._restored = state["planner"]
         if self._restored is not None:
@@ -231,15 +241,36 @@ class Engine:
     def epochs(self, num_epochs: float) -> Iterator[int]:
         """See `HeteroDataParallel.epochs`."""
         job, source = self.job, self._source
-        if job is None or source is None or job.num_samples is None:
+        if job is None or source is None or job.pass_steps is None:
             raise InvalidInputError("epochs() needs a HeteroDataLoader of known length: build it first, or use range()")
-        goal = num_epochs * job.num_samples / job.batch_size
+        goal = num_epochs * job.pass_steps
         self.loop.goal = float(num_epochs)
         try:
-            while self.progress < goal - 0.5:  # a last step that is half done would cost a whole pass
+            while self.loop.passed < goal - 0.5:  # a last step that is half done would cost a whole pass
                 yield source.epoch
         finally:
             self.loop.goal = None
+
+    @property
+    def goal(self) -> float | None:
+        """Passes that `epochs` has been asked for, while its loop runs."""
+        return self.loop.goal
+
+    def elapsed(self, unit: str) -> float:
+        """Return the steps of the optimizer, or the passes, that training so far has been worth; never above `goal`.
+
+        Args:
+            unit: "step", or "epoch", which needs a loader of known length.
+        """
+        job, progress = self.job, self._update.progress
+        pass_steps = job.pass_steps if job is not None else None
+        beyond = 0.0
+        if self.goal is not None and pass_steps is not None:
+            beyond = max(0.0, self.loop.passed - self.goal * pass_steps)
+        if unit == "step":
+            return progress.steps - beyond / progress.num_batches
+        assert pass_steps, "by_progress asks for a loader of known length"
+        return (self.loop.passed - beyond) / pass_steps
 
     def weighted_mean(self, value: torch.Tensor | float) -> torch.Tensor:
         """See `HeteroDataParallel.weighted_mean`."""
@@ -297,7 +328,7 @@ class Engine:
     @property
     def gain(self) -> float:
         """B0-steps that one step at the plan's total batch is worth; 1 before the noise scale is known."""
-        return self.loop.coordinator.gain_at(self.loop.current_step)
+        return self.loop.coordinator.gain_at(self.loop.current_step, self._update.num_batches)
 
     @property
     def noise_scale(self) -> float:
@@ -306,12 +337,12 @@ class Engine:
 
     @property
     def progress(self) -> float:
-        """B0-steps that training so far has been worth."""
-        return self._update.progress
+        """Initial batches that training so far has been worth; a step over K batches that pile up counts K of them."""
+        return self._update.progress.batches
 
     @property
     def lr_scale(self) -> float:
-        """The factor on every learning rate under the plan in force."""
+        """The factor on every learning rate, of several optimizers the first one's, under the plan in force."""
         return self.loop.coordinator.lr_factor(self._update, self.loop.current_step)
 
     def explain(self, error: BaseException) -> None:

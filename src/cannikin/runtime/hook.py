@@ -138,7 +138,7 @@ class DdpReducer:
             variance = self._variance_of(bucket.parameters())
             take_norms = variance is not None
             step.norms_missing = step.norms_missing or not take_norms
-        if (step.entry.is_padding or weight == 0) and not step.accumulated:
+        if (step.entry.is_padding or weight == 0) and not step.keeps_earlier:
             buffer.zero_()  # not multiplied by 0: 0 x NaN is NaN
             weight = 1.0
         elif take_norms and not step.uneven_items:

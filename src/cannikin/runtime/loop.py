@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from cannikin.core.lr import Worth
 from cannikin.core.schedule import takes_norms
 from cannikin.core.values import Plan
 from cannikin.errors import BatchMatchError, InvalidInputError
@@ -33,8 +34,17 @@ from cannikin.runtime.parts import PartedForward, can_cut, watch_forward
 from cannikin.runtime.profile_store import ProfileStore
 from cannikin.runtime.recorder import Recorder
 from cannikin.runtime.slicing import Slicer, tensors_of
-from cannikin.runtime.step import BatchEntry, BatchQueue, Part, StepInProgress, added_up, check_size, different_streams
-from cannikin.runtime.update import Update
+from cannikin.runtime.step import (
+    BatchEntry,
+    BatchQueue,
+    Part,
+    StepInProgress,
+    added_up,
+    check_size,
+    different_streams,
+    is_alike,
+)
+from cannikin.runtime.update import Rates, Update
 from cannikin.runtime.weighting import RunningStatistics, joins, scale_outputs, watch_outputs, weigh
 from cannikin.runtime.wire import Exchange
 
@@ -84,6 +94,7 @@ class Loop:
         self._cuts_batches = False  # the script uses micro_batches()
         self._sizes: set[int] = set()  # that steps were finished with
         self._unsynced = 0  # backward passes under no_sync whose gradients wait for the next synchronised one
+        self._group: list[StepInProgress] = []  # whose gradients have piled up since the optimizer's last step
         self._num_taken = 0
         self._has_skipped = False  # batches, and has said so
         self._num_unused: int | None = 0  # gradients that no optimizer step of ours has used; None after the first one
@@ -97,11 +108,12 @@ class Loop:
         self._can_cut = can_cut(module) and self._batch_dim == 0
         module.register_forward_pre_hook(undisturbed(self._before_forward), with_kwargs=True)
         module.register_forward_hook(undisturbed(self._after_forward))
-        self._watch_optimizer()
+        for rates in self._update.rates:
+            self._watch_optimizer(rates.optimizer)
 
-    def _watch_optimizer(self) -> None:
-        self._update.optimizer.register_step_pre_hook(self._before_optimizer)
-        self._update.optimizer.register_step_post_hook(self._after_optimizer)
+    def _watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.register_step_pre_hook(self._before_optimizer)
+        optimizer.register_step_post_hook(self._after_optimizer)
 
     def begin(self, coordinator: Coordinator, item_count: Callable[[Any], float] | None) -> None:
         """Follow the plans of this coordinator from now on: a loader has been bound."""
@@ -301,13 +313,14 @@ class Loop:
             previous.next_scale = scale
             previous.unwatch()
             if previous.backward_began:
+                self._pile(previous)
                 self._unsynced = 0 if previous.synced else self._unsynced + 1
                 self._warn_if_unused(previous)
         self._meet(entry, previous)
         step = StepInProgress(entry=entry, valid=self._num_taken >= self._reducer.num_first_steps, loss_scale=scale)
         step.previous_end = None if previous is None else previous.optimizer_end
         # Products with the step before must be with the step before.
-        step.take_norms = takes_norms(self._num_taken) or self._reducer.compares
+        step.take_norms = takes_norms(self._update.num_steps) or self._reducer.compares
         self._num_taken += 1
         self._warn_if_unplanned()
         self.memory.begin_step(entry.local_batch)
@@ -321,7 +334,12 @@ class Loop:
                 added_up(entry, entry.sums)  # before waiting for ranks that may have found out that there is no step
             batches = self.plan_at(entry.step).local_batches
             factor = self.coordinator.lr_factor(self._update, entry.step)
-            place = {**self._pass, "progress": self._update.progress, "local_batches": batches, "lr_factor": factor}
+            place = {
+                **self._pass,
+                "progress": self._update.progress.batches,
+                "local_batches": batches,
+                "lr_factor": factor,
+            }
             self._pass = None
             self._exchange.check_agreement(place, "load the same saved state on every rank, and begin passes together")
         if previous is not None:
@@ -339,8 +357,8 @@ class Loop:
         job, progress = self.coordinator.job, None
         if happened.decision is None or happened.gathered is None or job is None:
             return
-        if job.num_samples is not None:
-            progress = self._update.progress * job.batch_size / job.num_samples
+        if job.pass_steps:
+            progress = self._update.progress.batches / job.pass_steps
         self._recorder.decided(
             happened.gathered,
             happened.decision,
@@ -395,12 +413,12 @@ class Loop:
         if self._reducer.syncs(module) and not joins(module):
             self._average_statistics()
         synced = self._reducer.syncs(module) if part is None else part.synced
-        step.accumulated = self._unsynced > 0
         world_size = self._exchange.world_size
         inward = weigh(step, self._weighting, world_size, accumulating=not synced or self._unsynced > 0)
         share = 1.0 if part is None else part.share
 
         def begin(*_: Any) -> None:
+            self._pile(step)
             # Of a batch in parts, all but the last one's backward counts as what comes before.
             if step.backward_start is None or (part is not None and not step.synced):
                 step.backward_start = self._device.mark()
@@ -420,25 +438,51 @@ class Loop:
             _explain_unmarked(output, needed=scaled)
         return output
 
+    def _pile(self, step: StepInProgress) -> None:
+        """Add a step whose backward begins to those whose gradients the optimizer will use together.
+
+        Norms tell of the noise where all of the bucket is this rank's own, from batches split alike: of gradients that
+        pile up under no_sync, or of the first batch after a step of the optimizer.
+        """
+        if step.accumulated:
+            return
+        if self._group and not self._update.has_gradients():  # a step was skipped, or a batch thrown away
+            self._update.progress.forgone += self._worth().batches
+            self._group.clear()
+        step.take_norms = step.take_norms and all(is_alike(step, earlier) for earlier in self._group)
+        self._group.append(step)
+        step.accumulated = len(self._group)
+
+    def _worth(self) -> Worth:
+        """Return what a step of the optimizer would be worth now."""
+        return self.coordinator.worth(self._update.progress, self._group)
+
+    @property
+    def passed(self) -> float:
+        """Initial batches that all batches so far were worth, those whose gradients no step has used included."""
+        progress = self._update.progress
+        return progress.batches + progress.forgone + (self._worth().batches if self._group else 0.0)
+
     # The optimizer.
 
     def _before_optimizer(
         self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        rates = self._update.rates_of(optimizer)
         if closure is None:
-            self._begin_update()
+            self._begin_update(rates)
             return None
 
         def train_and_begin_update() -> Any:
             # Lightning trains in here: the update begins once it is done.
             loss = closure()
-            self._begin_update()
+            self._begin_update(rates)
             return loss
 
         return (args[0], train_and_begin_update, *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}
 
-    def _begin_update(self) -> None:
+    def _begin_update(self, rates: Rates) -> None:
         self._statistics.finish_average()
         step, self._num_unused = self.step, None
         if self._reducer.unmatched and self.coordinator.is_bound:
@@ -447,13 +491,20 @@ class Loop:
                 "optimizer.step() with gradients of a forward in eval mode, which cannot be matched to a batch and are "
                 "not weighted: train with model.train(), and to freeze layers call eval() on those, in model.module"
             )
-        if step is not None and step.synced:
+        if step is not None and step.backward_began:
+            self._pile(step)
+        if step is not None and step.synced and step.optimizer_start is None:  # of several the first
             step.optimizer_start = self._device.mark()
-        self._update.begin(self.coordinator.lr_factor(self._update, self.current_step))
+        if self._group:
+            self._update.num_batches = self._worth().num_batches
+        rates.scale(self.coordinator.lr_factor(self._update, self.current_step, rates))
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         step = self.step
-        self._update.end(self.coordinator.gain_at(self.current_step))
+        self._update.rates_of(optimizer).give_back()
+        if self._group:  # of several optimizers the first to step has all of the group's worth
+            self._update.count(self._worth(), optimizer)
+            self._group.clear()
         if step is not None and step.optimizer_start is not None:
             step.optimizer_end = self._device.mark()
             self.memory.end_step(step.forward_size)

@@ -16,6 +16,9 @@ from cannikin.core.planner import Planner
 from cannikin.errors import InvalidInputError
 from cannikin.runlog import Observer
 
+OneOrMore = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+"""What steps a model: an optimizer, or several that step together."""
+
 
 class Options(TypedDict, total=False):
     """The keywords of `HeteroDataParallel`, `attach` and `Engine`, all optional.
@@ -25,7 +28,7 @@ class Options(TypedDict, total=False):
             the environment overrides the default.
         weighting: where a rank's weight is applied: "auto" (the default), "hook", "loss" or "none" (see `weighting`).
         lr_rule: how learning rates follow the total batch: "auto" (the default, by the optimizer), a name in
-            `core.lr.LR_RULES`, or an `LrRule`.
+            `core.lr.LR_RULES`, or an `LrRule`; a list of these for several optimizers, one each.
         warmup_steps: length of LEGW's warm-up at the initial batch, 0 by default.
         follows: another model, or its engine, whose batches, plan and learning-rate factors this one shares, such as a
             GAN's generator; this one then has no loader, and may run and step any number of times per batch.
@@ -39,7 +42,7 @@ class Options(TypedDict, total=False):
 
     policy: str | Planner | None
     weighting: str
-    lr_rule: str | LrRule
+    lr_rule: str | LrRule | Sequence[str | LrRule]
     warmup_steps: float
     follows: Any
     grad_scaler: Any
@@ -149,8 +152,8 @@ def check_names(owner: str, own: Iterable[str], base: Callable[..., Any] | None,
         raise TypeError(f"{owner} takes no {name}=: {advice}")
 
 
-def check_model(module: object, optimizer: object, policy: object) -> None:
-    """Refuse a module and an optimizer that do not belong together, and a policy that cannot plan."""
+def check_model(module: object, optimizer: object, policy: object) -> list[torch.optim.Optimizer]:
+    """Refuse a module and optimizers that do not belong together, and a policy that cannot plan; the optimizers."""
     plans = callable(getattr(policy, "decide", None)) and not isinstance(policy, type)
     if not isinstance(policy, str | None) and not plans:
         raise InvalidInputError(
@@ -162,12 +165,17 @@ def check_model(module: object, optimizer: object, policy: object) -> None:
             f"the model is a {type(module).__name__}, not a torch.nn.Module: the order is HeteroDataParallel(module, "
             "optimizer)"
         )
-    groups = getattr(optimizer, "param_groups", None)
-    if groups is None:
-        raise InvalidInputError(f"the optimizer is a {type(optimizer).__name__}: give a torch.optim.Optimizer")
+    optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    if not optimizers:
+        raise InvalidInputError("the list of optimizers is empty: give the one that steps the model, or all of them")
     own = {id(parameter) for parameter in module.parameters()}
-    if not any(id(parameter) in own for group in groups for parameter in group["params"]):
-        raise InvalidInputError(
-            "the optimizer has none of the model's parameters: build it from module.parameters() of the module that "
-            "is wrapped, and wrap that one"
-        )
+    for each in optimizers:
+        groups = getattr(each, "param_groups", None)
+        if groups is None:
+            raise InvalidInputError(f"the optimizer is a {type(each).__name__}: give a torch.optim.Optimizer")
+        if not any(id(parameter) in own for group in groups for parameter in group["params"]):
+            raise InvalidInputError(
+                "the optimizer has none of the model's parameters: build it from module.parameters() of the module "
+                "that is wrapped, and wrap that one"
+            )
+    return optimizers

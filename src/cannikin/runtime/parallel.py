@@ -16,7 +16,7 @@ from cannikin.errors import InvalidInputError
 from cannikin.runtime.device import kind_of
 from cannikin.runtime.drawing import Draws
 from cannikin.runtime.engine import Engine
-from cannikin.runtime.options import DdpOptions, DrawOptions, Options, check_model, check_names
+from cannikin.runtime.options import DdpOptions, DrawOptions, OneOrMore, Options, check_model, check_names
 
 _log = logging.getLogger("cannikin")
 
@@ -44,13 +44,11 @@ class HeteroDataParallel(DistributedDataParallel):
 
     Args:
         module: the network, on its device.
-        optimizer: what steps its parameters.
+        optimizer: what steps its parameters, or a list of several that step together (Muon and AdamW).
         **options: see `Options`; all other keywords are passed on to DDP.
     """
 
-    def __init__(
-        self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, **options: Unpack[DdpOptions]
-    ) -> None:
+    def __init__(self, module: torch.nn.Module, optimizer: OneOrMore, **options: Unpack[DdpOptions]) -> None:
         check_model(module, optimizer, options.get("policy"))
         own = Options.__annotations__
         check_names("HeteroDataParallel", own, DistributedDataParallel, options)
@@ -96,7 +94,7 @@ class HeteroDataParallel(DistributedDataParallel):
 
     @property
     def progress(self) -> float:
-        """Initial-batch steps that training so far has been worth."""
+        """Initial batches that training so far has been worth; a step over K batches that pile up counts K of them."""
         return self.engine.progress
 
     def epochs(self, num_epochs: float) -> Iterator[int]:
@@ -204,7 +202,7 @@ class HeteroDataParallel(DistributedDataParallel):
         return self.engine.micro_batches(batch, num_parts)
 
 
-def attach(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, **options: Unpack[Options]) -> Engine:
+def attach(ddp: DistributedDataParallel, optimizer: OneOrMore, **options: Unpack[Options]) -> Engine:
     """Make an existing DDP module adaptive, for instance one that a framework built.
 
     BatchNorm's running statistics become the weighted mean over ranks after every step, in place of rank 0's, which
@@ -212,7 +210,7 @@ def attach(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, **opt
 
     Args:
         ddp: the module, before its first training step and without a communication hook of its own.
-        optimizer: the one that steps its parameters.
+        optimizer: the one that steps its parameters, or a list of several that step together.
         **options: see `Options`.
     """
     if not isinstance(ddp, DistributedDataParallel):

@@ -55,6 +55,7 @@ def job_of(engine: Engine, num_samples: int | None, batch_size: int, options: Lo
         local_batches=options.get("local_batches"),
         local_bounds=options.get("local_bounds"),
         num_samples=num_samples,
+        drop_last=bool(options.get("drop_last", False)),
         has_batch_norm=engine.has_batch_norm,
     )
     if num_samples == 0:

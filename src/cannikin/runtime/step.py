@@ -55,6 +55,7 @@ class BatchEntry:
         checked: whether forward's first tensor must have `local_batch` samples.
         whole: whether the local batch is all that this rank was to have, so that those of all ranks make the total;
             not so where the script has left samples out, or has a loader of its own.
+        is_extra: the loader knows nothing of it: the user said what it holds, for instance of a second forward.
         tensors: weak references to what the loader yielded, as far as that is known.
         load_s: how long the loop waited for it.
         loaded_alone: whether nothing else went on meanwhile, as in a loader without workers.
@@ -70,6 +71,7 @@ class BatchEntry:
     sums: PendingSum | None = field(default=None, compare=False)
     checked: bool = True
     whole: bool = True
+    is_extra: bool = False
     tensors: tuple[weakref.ref[torch.Tensor], ...] = field(default=(), compare=False, repr=False)
     load_s: float = field(default=0.0, compare=False)
     loaded_alone: bool = field(default=False, compare=False)
@@ -173,7 +175,8 @@ class BatchQueue:
             self._entries[0] = replace(handed, **said)  # type: ignore[arg-type]
             return self._entries[0]
         self._warn_of_slices(local)
-        self.add(BatchEntry(step=self.next_step, local_batch=local, total_batch=total, checked=False, whole=False))
+        told = {"local_batch": local, "total_batch": total, "checked": False, "whole": False, "is_extra": True}
+        self.add(BatchEntry(step=self.next_step, **told))  # type: ignore[arg-type]
         return self._entries[-1]
 
     def _warn_of_slices(self, local: int) -> None:
@@ -344,7 +347,7 @@ class StepInProgress:
     item_total: float | None = None  # items on all ranks, once they have been added up
     sample_total: float = 0.0  # and samples
     weight: float | None = None  # None: this rank's share
-    accumulated: bool = False  # the buckets have gradients of earlier batches in them
+    accumulated: int = 0  # batches whose gradients have piled up, this one's included; 0 before its backward
     norm_scale: float = 1.0
     loss_scale: torch.Tensor | None = None  # what a GradScaler multiplies this step's loss by
     next_scale: torch.Tensor | None = None  # and the next one's: smaller where this step's gradient was not finite
@@ -365,6 +368,11 @@ class StepInProgress:
     def forward_size(self) -> int:
         """Samples that went through the network at once, at most."""
         return self.part_size or self.entry.local_batch
+
+    @property
+    def keeps_earlier(self) -> bool:
+        """Whether the buckets have gradients of earlier batches in them, which have been weighted on their way in."""
+        return self.accumulated > 1 and self.weight is not None
 
     def share(self) -> float:
         """Return this rank's part of the step's samples, or of its items, for whose sum over ranks this waits once."""
@@ -442,6 +450,13 @@ class StepInProgress:
             other_s=other,
             valid=self.valid and not self.entry.is_padding,
         )
+
+
+def is_alike(step: StepInProgress, earlier: StepInProgress) -> bool:
+    """Return whether an earlier batch, whose gradient lies below this step's, was split alike and not reduced yet."""
+    now, before = step.entry, earlier.entry
+    same = (now.local_batch, now.total_batch) == (before.local_batch, before.total_batch)
+    return same and not (earlier.synced or earlier.uneven_items)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from cannikin.core.lr import LR_RULES, Legw, LrRule, rule_name
+from cannikin.core.lr import LR_RULES, Legw, LrRule, Progress, Worth, rule_name
 from cannikin.core.schedule import Schedule
 from cannikin.errors import InvalidInputError
 from cannikin.runtime.device import Device, HostCopy
@@ -56,33 +56,31 @@ def choose_rule(
     return LR_RULES["none"], f"lr_rule='none': no rule is known for {kind}; pass lr_rule= to choose one"
 
 
-class Update:
-    """What happens around each step of one optimizer.
+def choose_rules(
+    lr_rule: str | LrRule | Sequence[str | LrRule],
+    optimizers: Sequence[torch.optim.Optimizer],
+    warmup_steps: float = 0.0,
+) -> tuple[list[LrRule], str]:
+    """Return the rule of each optimizer, and a sentence that says why."""
+    each = [lr_rule] * len(optimizers) if isinstance(lr_rule, str) or not isinstance(lr_rule, Sequence) else lr_rule
+    if len(each) != len(optimizers):
+        raise InvalidInputError(
+            f"lr_rule has {len(each)} rules for {len(optimizers)} optimizers: give one rule for all, or one for each"
+        )
+    chosen = [choose_rule(rule, one, warmup_steps) for rule, one in zip(each, optimizers, strict=True)]
+    return [rule for rule, _ in chosen], "; ".join(reason for _, reason in chosen)
 
-    Args:
-        optimizer: whose rates are scaled; they may be numbers or tensors.
-        rule: how rates follow the total batch.
-        device: which copies to the host whether a step was skipped.
-    """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, rule: LrRule, device: Device) -> None:
-        self.optimizer = optimizer
-        self.progress = 0.0  # B0-steps so far; a skipped step of a fused optimizer may be counted until the next one
-        has_variance = _is_one_of(_ADAM_FAMILY, optimizer) and not _is_one_of(_WITHOUT_VARIANCE, optimizer)
-        self.variance = AdamVariance(optimizer) if has_variance else None
-        self._rule = rule
-        self._device = device
+class Rates:
+    """The learning rates of one optimizer, numbers or tensors, and the rule by which they follow the total batch."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, rule: LrRule) -> None:
+        self.optimizer, self.rule = optimizer, rule
         self._own_rates: list[tuple[dict[str, Any], Any]] = []  # the user's, while the optimizer steps
-        self._uncertain: tuple[HostCopy, float] | None = None  # whether the last step was skipped, and its gain
 
-    def factor(self, schedule: Schedule, step: int) -> float:
-        """Return the factor on every learning rate under the plan in force at this step."""
-        total, initial = schedule.plan_at(step).total_batch, schedule.job.batch_size
-        return self._rule(total, initial_batch=initial, gain=schedule.gain_at(step), progress=self.progress)
-
-    def begin(self, factor: float) -> None:
+    def scale(self, factor: float) -> None:
         """Scale the rates: the optimizer is about to change the parameters."""
-        self._give_back()  # what a step that raised has left behind
+        self.give_back()  # what a step that raised has left behind
         if factor == 1.0:
             return
         scaled: set[int] = set()  # groups may share one tensor: torch gives them its default as it is
@@ -97,21 +95,8 @@ class Update:
                 self._own_rates.append((group, rate))
                 group["lr"] = rate * factor
 
-    def end(self, gain: float) -> None:
-        """Give the rates back, and count what the step was worth.
-
-        A fused optimizer runs its hooks on a step that GradScaler skipped too, which does not count.
-        """
-        self._give_back()
-        self.settle()
-        self.progress += gain
-        found_inf: Any = getattr(self.optimizer, "found_inf", None)
-        if isinstance(found_inf, torch.Tensor):
-            self._uncertain = self._device.copy([found_inf.clone().reshape(())]), gain
-        if self.variance is not None:
-            self.variance.count_step()
-
-    def _give_back(self) -> None:
+    def give_back(self) -> None:
+        """Give the user's own rates back."""
         for group, rate in self._own_rates:
             if isinstance(rate, torch.Tensor):
                 group["lr"].copy_(rate)
@@ -119,16 +104,75 @@ class Update:
                 group["lr"] = rate
         self._own_rates.clear()
 
-    def settle(self) -> float:
+
+class Update:
+    """What happens around each step of the optimizers of one model, which step together: progress counts them once.
+
+    Args:
+        optimizers: whose rates are scaled.
+        rules: how rates follow the total batch, one per optimizer.
+        device: which copies to the host whether a step was skipped.
+        parameters: those of the model. Where Adam steps all that have gradients, the noise scale is the one it sees.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        rules: Sequence[LrRule],
+        device: Device,
+        parameters: Iterable[torch.Tensor],
+    ) -> None:
+        self.rates = [Rates(optimizer, rule) for optimizer, rule in zip(optimizers, rules, strict=True)]
+        self.progress = Progress()  # a skipped step of a fused optimizer may be counted until the next one
+        self.num_batches = 1  # whose gradients pile up for the step at hand, or for the last one
+        self.num_steps = 0  # of the optimizers, since this process began
+        self._device = device
+        self._uncertain: tuple[HostCopy, Worth] | None = None  # whether the last step was skipped
+        adams = [o for o in optimizers if _is_one_of(_ADAM_FAMILY, o) and not _is_one_of(_WITHOUT_VARIANCE, o)]
+        covered = {id(p) for optimizer in adams for group in optimizer.param_groups for p in group["params"]}
+        covers_all = all(id(p) in covered for p in parameters if p.requires_grad)
+        self.variance = AdamVariance(adams) if adams and covers_all else None
+
+    def rates_of(self, optimizer: torch.optim.Optimizer) -> Rates:
+        """Return the rates of the optimizer whose hook was called."""
+        return next((rates for rates in self.rates if rates.optimizer is optimizer), self.rates[0])
+
+    def factor(self, schedule: Schedule, step: int, rates: Rates | None = None) -> float:
+        """Return the factor on an optimizer's rates, or else the first one's, under the plan in force at this step."""
+        rule, gain = (rates or self.rates[0]).rule, schedule.gain_at(step, self.num_batches)
+        total, initial = schedule.plan_at(step).total_batch, schedule.job.batch_size
+        return rule(total, initial_batch=initial, gain=gain, progress=self.progress.steps)
+
+    def count(self, worth: Worth, optimizer: torch.optim.Optimizer) -> None:
+        """Count a step of this optimizer.
+
+        A fused optimizer runs its hooks on a step that GradScaler skipped too, which does not count.
+        """
+        self.settle()
+        self.progress.add(worth)
+        self.num_steps += 1
+        found_inf: Any = getattr(optimizer, "found_inf", None)
+        if isinstance(found_inf, torch.Tensor):
+            self._uncertain = self._device.copy([found_inf.clone().reshape(())]), worth
+        if self.variance is not None:
+            self.variance.count_step()
+
+    def settle(self) -> Progress:
         """Take back the last step, should it have been skipped, for which this waits; return progress so far."""
         if self._uncertain is not None:
-            (found_inf, gain), self._uncertain = self._uncertain, None
-            self.progress -= gain * found_inf.read()[0]
+            (found_inf, worth), self._uncertain = self._uncertain, None
+            if found_inf.read()[0]:
+                self.progress.take_back(worth)
         return self.progress
 
-    def restore(self, progress: float) -> None:
+    def restore(self, progress: Progress) -> None:
         """Go on from a saved state."""
         self.progress, self._uncertain = progress, None
+
+    def has_gradients(self) -> bool:
+        """Return whether a gradient is kept: `zero_grad` lets go of them, unless it is told to fill them with zeros."""
+        groups = (group for rates in self.rates for group in rates.optimizer.param_groups)
+        return any(parameter.grad is not None for group in groups for parameter in group["params"])
 
 
 class Variance(NamedTuple):
@@ -139,15 +183,15 @@ class Variance(NamedTuple):
 
 
 class AdamVariance:
-    """v of a bucket's parameters, out of an Adam optimizer's own state.
+    """v of a bucket's parameters, out of the own state of the Adam optimizers that step them.
 
     The noise scale that Adam sees is that of the gradient divided by the root of its running variance v (docs,
     mathematics). v must be from before this step: with the step's own gradient in it both norms come out too small.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._decays: dict[int, float] = {}
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._owners: dict[int, tuple[torch.optim.Optimizer, float]] = {}  # and beta2, by parameter
         self._num_steps = 0
         self._commons: dict[tuple[float, bool], torch.Tensor | float] = {}  # of this step
 
@@ -158,27 +202,34 @@ class AdamVariance:
 
     def __call__(self, parameters: Sequence[torch.Tensor]) -> Variance | None:
         """Return v of these parameters in a row; None while it says little. In few kernels: a bucket waits for it."""
-        state = self._optimizer.state
-        if self._num_steps < _FIRST_STEPS or any("exp_avg_sq" not in state.get(p, {}) for p in parameters):
+        if self._num_steps < _FIRST_STEPS:
             return None
-        variance = torch.cat([_flat(state[p]["exp_avg_sq"], p) for p in parameters])
+        states = [self._state(parameter) for parameter in parameters]
+        if any("exp_avg_sq" not in state for state in states):
+            return None
+        variance = torch.cat([_flat(state["exp_avg_sq"], p) for state, p in zip(states, parameters, strict=True)])
         variance = variance.to(torch.promote_types(variance.dtype, torch.float32))
         floor = variance.mean().mul_(_FLOOR).add_(1e-30)
         return Variance(variance.clamp_(min=floor), self._common(parameters[0]))
 
     def _common(self, parameter: torch.Tensor) -> torch.Tensor | float:
         """Return 1 - beta^t, which corrects v for its start at 0; a fused optimizer has t on the device."""
-        decay, step = self._decay(parameter), self._optimizer.state[parameter]["step"]
+        decay, step = self._owner(parameter)[1], self._state(parameter)["step"]
         key = decay, isinstance(step, torch.Tensor) and step.device.type != "cpu"
         if key not in self._commons:
             self._commons[key] = 1 - decay ** (step if key[1] else float(step))
         return self._commons[key]
 
-    def _decay(self, parameter: torch.Tensor) -> float:
-        if id(parameter) not in self._decays:  # at first, and after add_param_group
-            groups = self._optimizer.param_groups
-            self._decays = {id(p): float(group["betas"][1]) for group in groups for p in group["params"]}
-        return self._decays[id(parameter)]
+    def _state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        optimizer, _ = self._owner(parameter)
+        state: dict[str, Any] = optimizer.state.get(parameter, {})
+        return state
+
+    def _owner(self, parameter: torch.Tensor) -> tuple[torch.optim.Optimizer, float]:
+        if id(parameter) not in self._owners:  # at first, and after add_param_group
+            groups = [(optimizer, group) for optimizer in self._optimizers for group in optimizer.param_groups]
+            self._owners = {id(p): (o, float(group["betas"][1])) for o, group in groups for p in group["params"]}
+        return self._owners.get(id(parameter), (self._optimizers[0], 0.0))
 
 
 def _flat(variance: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -189,17 +240,27 @@ def _flat(variance: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 class ProgressScheduler:
-    """Steps a torch scheduler once per unit of progress; call `step()` after every optimizer step."""
+    """Steps a torch scheduler once per unit of progress; call `step()` after every optimizer step.
 
-    def __init__(self, scheduler: Any, model: Any, unit_steps: float) -> None:
+    Where `model.epochs(n)` has set a goal it stops there: the last pass may make more progress than was missing.
+    """
+
+    def __init__(self, scheduler: Any, engine: Any, unit: str) -> None:
         self.scheduler = scheduler
-        self._model = model
-        self._unit_steps = unit_steps
-        self._taken = math.floor(model.progress / unit_steps)
+        self._engine = engine
+        self._unit = unit
+        self._taken = self._units()
+
+    def _units(self) -> int:
+        elapsed: float = self._engine.elapsed(self._unit)
+        return math.floor(elapsed + 1e-9)
 
     def step(self) -> None:
         """Bring the scheduler up to the model's progress."""
-        units = math.floor(self._model.progress / self._unit_steps + 1e-9)
+        units = self._units()
+        length = getattr(self.scheduler, "total_steps", None)
+        if isinstance(length, int) and self._engine.goal is not None:
+            units = min(units, length - 1)  # OneCycleLR's last rate; the next one is higher, and then it raises
         while self._taken < units:
             self.scheduler.step()
             self._taken += 1
@@ -220,13 +281,12 @@ def by_progress(scheduler: Any, model: Any, unit: str = "step") -> ProgressSched
     Args:
         scheduler: counts steps or epochs at the initial batch, as it would without cannikin.
         model: a HeteroDataParallel or the engine `attach` returned, with its loader built for `unit="epoch"`.
-        unit: "step" or "epoch", what one `scheduler.step()` stands for.
+        unit: "step" or "epoch", what one `scheduler.step()` stands for: a step of the optimizer, over however many
+            batches that pile up for it, or a pass over the data.
     """
-    if unit == "step":
-        return ProgressScheduler(scheduler, model, 1.0)
-    if unit != "epoch":
+    if unit not in ("step", "epoch"):
         raise InvalidInputError(f"unit={unit!r} is unknown: choose step or epoch")
-    job = getattr(model, "engine", model).job
-    if job is None or job.num_samples is None:
+    engine = getattr(model, "engine", model)
+    if unit == "epoch" and (engine.job is None or engine.job.num_samples is None):
         raise InvalidInputError('unit="epoch" needs a HeteroDataLoader of known length: build the loader first')
-    return ProgressScheduler(scheduler, model, job.num_samples / job.batch_size)
+    return ProgressScheduler(scheduler, engine, unit)

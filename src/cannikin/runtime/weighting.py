@@ -56,7 +56,6 @@ def weigh(step: StepInProgress, weighting: str, world_size: int, *, accumulating
     """
     inward = weighting == "loss" or (weighting == "hook" and accumulating)
     step.weight = None if weighting == "hook" and not inward else 1.0 / world_size
-    step.take_norms = step.take_norms and not accumulating
     scale = world_size * step.entry.local_batch / step.entry.total_batch
     # Without weighting the gradient is this rank's part of a sum, and as large as the share.
     step.norm_scale = 1.0 / scale**2 if (inward or weighting == "none") and scale > 0 else 1.0
@@ -79,6 +78,11 @@ class _Mark(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, torch.Tensor, None]:
         (gradient,) = gradients
+        if torch.is_grad_enabled():  # the gradient of this gradient would be weighted twice
+            raise InvalidInputError(
+                "create_graph=True through outputs whose gradients are weighted, as in a gradient penalty, is not "
+                "possible: accumulate without no_sync and micro_batches, and use weighting='hook', not 'loss'"
+            )
         scale = ctx.callback()
         if scale == 0.0:
             return None, torch.zeros_like(gradient), None  # not multiplied by 0: 0 x NaN is NaN

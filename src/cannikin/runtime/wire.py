@@ -51,6 +51,7 @@ _STEP = (
     "local_sqnorm",  # |g_i|^2
     "global_sqnorm",  # |g|^2 of the buckets whose sum this rank has read
     "previous_dot",  # g . g'
+    "accumulated",  # batches whose gradients are in g
 )
 
 
@@ -145,6 +146,7 @@ def encode_steps(
         "local_batch": [step.entry.local_batch for step in steps],
         # Totals are compared between ranks, below 0 where the script has told them; 0 is not ours to check.
         "total_batch": [_checked_total(step.entry) for step in steps],
+        "accumulated": [max(1, step.accumulated) for step in steps],
         "before_s": [record.before_s + usual for record in records],
         "load_s": [record.load_s for record in records],
         "other_s": [max(0.0, record.other_s - usual) for record in records],
@@ -191,6 +193,7 @@ def merge_windows(sent: torch.Tensor, first_step: int, num_steps: int, *, loaded
         load_s=np.zeros_like(load_s) if loaded_alone else load_s,
         max_batch=max_batch.astype(np.int64),
         previous_dot=table["previous_dot"][:, 0].copy(),  # only one rank alone takes it
+        accumulated=table["accumulated"].max(axis=1).astype(np.int64),
     )
     return Gathered(window=window, load_s=load_s, other_s=other_s, num_ahead=int(ahead.max()))
 

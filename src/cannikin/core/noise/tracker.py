@@ -107,6 +107,7 @@ class NoiseTracker:
         self._initial_batch = initial_batch
         self._batch_norm = batch_norm
         self._control, self._averages, self._steps = ControlVariate(), _Averages(), _Steps()
+        self._num_batches = 1  # that pile up for one step of the optimizer
 
     def update(
         self, local_batches: npt.ArrayLike, local_sqnorms: npt.ArrayLike, global_sqnorm: float
@@ -174,22 +175,26 @@ class NoiseTracker:
     def observe(self, window: StepWindow) -> None:
         """Take in every step whose norms were taken on all ranks; steps with an infinite norm are counted as skipped.
 
-        An overflow mostly makes the optimizer skip its step (GradScaler), so its times are not valid. One rank alone is
-        compared with itself one step before, where both steps are in the window: flagged as biased.
+        Times need not be valid: an overflow mostly makes the optimizer skip its step (GradScaler), and where gradients
+        pile up after each has been reduced, it is those of the group's first batch whose norms are taken. One rank
+        alone is compared with itself one step before, where both steps are in the window: flagged as biased.
         """
-        previous = -2
-        for s in np.flatnonzero(window.overflowed | window.valid.all(axis=1)).tolist():
-            if np.isnan(window.local_sqnorm[s]).all():
-                continue
+        previous, batches = -1, window.local_batches * window.accumulated[:, None]
+        missing = np.isnan(window.local_sqnorm).any(axis=1) | np.isnan(window.global_sqnorm)
+        for s in np.flatnonzero(window.overflowed | ~missing).tolist():
             # A step with a negative norm is counted as skipped, like one whose norm is not finite.
             local = np.where(window.local_sqnorm[s] >= 0, window.local_sqnorm[s], np.nan)
             if window.num_ranks > 1:
-                self.update(window.local_batches[s], local, float(window.global_sqnorm[s]))
+                self.update(batches[s], local, float(window.global_sqnorm[s]))
             else:
                 dot = float(window.previous_dot[s])
-                known = previous == s - 1 and not np.isnan(dot)
-                self.update_single(int(window.local_batches[s, 0]), float(local[0]), dot if known else None)
+                near = previous >= 0 and s - previous <= window.accumulated[previous : s + 1].max()
+                known = near and not np.isnan(dot)
+                self.update_single(int(batches[s, 0]), float(local[0]), dot if known else None)
             previous = s
+        stepped = np.flatnonzero(window.valid.all(axis=1))
+        if len(stepped):
+            self._num_batches = int(window.accumulated[stepped[-1]])
 
     def summary(self) -> Noise | None:
         """Return what is known by now, for a decision; None before the first step."""
@@ -263,6 +268,7 @@ class NoiseTracker:
     def efficiency(self, total_batch: Any) -> Any:
         """Return the progress per sample at total batch B' against B0: (S + B0 G) / (S + B' G).
 
+        Where K batches pile up for each step of the optimizer, K B' against K B0: it is these that gradients are of.
         Where S and G are not known, or both are 0, a larger batch promises nothing: B0 / B'.
 
         >>> NoiseTracker(initial_batch=32).efficiency([32, 64]).tolist()
@@ -272,7 +278,7 @@ class NoiseTracker:
         if not (np.isfinite(batches).all() and (batches > 0).all()):
             raise InvalidInputError(f"total_batch={total_batch}: a total batch is a positive number of samples")
         known = Noise(signal_sqnorm=self.signal_sqnorm, noise_trace=self.noise_trace)
-        shares = known.efficiency(batches, self._initial_batch)
+        shares = known.efficiency(self._num_batches * batches, self._num_batches * self._initial_batch)
         return shares if batches.ndim else float(shares)
 
     @overload
@@ -290,14 +296,17 @@ class NoiseTracker:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything learned, in plain types; through JSON and back it continues bit for bit."""
-        return {"control": asdict(self._control), "averages": asdict(self._averages), "steps": asdict(self._steps)}
+        learned = {"control": asdict(self._control), "averages": asdict(self._averages), "steps": asdict(self._steps)}
+        return {**learned, "num_batches": self._num_batches}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` returned; anything else raises StateError and changes nothing."""
         kinds = {"control": ControlVariate, "averages": _Averages, "steps": _Steps}
-        if not isinstance(state, dict) or state.keys() != kinds.keys():
+        num_batches = state.get("num_batches", 1) if isinstance(state, dict) else 0  # older states have none
+        if not num_batches >= 1 or state.keys() - {"num_batches"} != kinds.keys():
             raise StateError(f"not the state of a NoiseTracker: {state!r:.200}; load what state_dict() returned")
         self._control, self._averages, self._steps = [_restored(kinds[name], state[name]) for name in kinds]
+        self._num_batches = int(num_batches)
 
     def _blend(self, spread: float) -> float:
         return 1.0 if self._batch_norm else self._control.blend(spread)

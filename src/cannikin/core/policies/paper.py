@@ -54,6 +54,7 @@ class PaperPlanner:
         self._gamma_sums = np.zeros((3, job.num_ranks))  # of the run: steps, gamma, gamma^2
         self._comm_sums = np.zeros(3)  # of the run: steps, T_o, T_u
         self._noise = np.zeros(3)  # running weight, S, G
+        self._num_batches = 1  # that pile up for one step of the optimizer
         self._samples = 0
         self._epoch = 0
         self._num_plans = 0  # made at the ends of epochs; a short epoch may pass within one window
@@ -78,6 +79,8 @@ class PaperPlanner:
         valid = window.valid.all(axis=1)
         if valid.any():
             self._add_times(window, np.flatnonzero(valid))
+            self._num_batches = int(window.accumulated[valid][-1])
+        self._observe_noise(window)
         self._samples += int(window.local_batches.sum())
         epoch = self._samples // plans.epoch_samples(self._job)
         if epoch <= self._epoch or not self._sums[0].any():
@@ -105,15 +108,15 @@ class PaperPlanner:
         last_start = np.maximum(ready[..., -1], done[..., -2]) if window.num_buckets > 1 else ready[..., -1]
         last = (done[..., -1] - last_start).min(axis=1)
         self._comm_sums += [len(steps), overlapped.clip(0).sum(), last.clip(0).sum()]
-        for s in steps if window.num_ranks > 1 else ():
-            if np.isfinite(window.local_sqnorm[s]).all() and np.isfinite(window.global_sqnorm[s]):
-                self._add_noise(window.local_batches[s], window.local_sqnorm[s], float(window.global_sqnorm[s]))
 
-    def _add_noise(self, batches: Any, sqnorms: FloatArray, global_sqnorm: float) -> None:
-        """Average Theorem 1's estimate as AdaptDL does."""
-        estimate = noise_scale(batches, sqnorms, global_sqnorm, estimator="theorem1")
-        keep = 0.999 ** (batches.sum() / self._job.batch_size)
-        self._noise = keep * self._noise + (1 - keep) * np.array([1.0, estimate.noise_trace, estimate.signal_sqnorm])
+    def _observe_noise(self, window: StepWindow) -> None:
+        """Average Theorem 1's estimate as AdaptDL does, where norms were taken on all ranks."""
+        taken = np.isfinite(window.local_sqnorm).all(axis=1) & np.isfinite(window.global_sqnorm)
+        for s in np.flatnonzero(taken) if window.num_ranks > 1 else ():
+            batches = window.local_batches[s] * window.accumulated[s]
+            found = noise_scale(batches, window.local_sqnorm[s], float(window.global_sqnorm[s]), estimator="theorem1")
+            keep = 0.999 ** (batches.sum() / self._job.batch_size)
+            self._noise = keep * self._noise + (1 - keep) * np.array([1.0, found.noise_trace, found.signal_sqnorm])
 
     def _replan(self, job: Job, step: int) -> TotalChoice | None:
         """Plan for the epoch that begins, and return the choice among total batches, if there was one."""
@@ -172,7 +175,8 @@ class PaperPlanner:
             return now, None
         grid = np.unique(np.append(total_grid(job.batch_size, job.largest_total), now))
         step_s = np.array([algorithm1(cluster, int(total)).step_s for total in grid])
-        choice = choose_total(grid, step_s, noise.efficiency(grid, job.batch_size), now)
+        efficiency = noise.efficiency(self._num_batches * grid, self._num_batches * job.batch_size)
+        choice = choose_total(grid, step_s, efficiency, now)
         return choice.total_batch, choice
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,0 +1,233 @@
+"""What the ranks of `test_accumulation` run: loops in which several batches pile up for one step of the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from measuring_cases import FixedCostNet
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
+from training_cases import Numbered, ScriptedPlanner, TinyNet, digits, fail_on_warnings
+
+from cannikin.core.planner import Noise
+from cannikin.runtime.loader import HeteroDataLoader
+from cannikin.runtime.parallel import HeteroDataParallel
+from cannikin.runtime.update import by_progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piling:
+    """A loop that takes a step for every so many batches, in each pass one more where that number `grows`.
+
+    `at_the_end` says what becomes of a last group that is not full: a "step", or its gradients are "carried" into the
+    next pass, or "dropped". With `parts` each batch is cut by `micro_batches`.
+    """
+
+    num_batches: int = 3
+    grows: bool = False
+    no_sync: bool = True
+    at_the_end: str = "step"
+    parts: int | None = None
+
+    def __call__(self, model: Any, optimizer: Any, loader: Any, epoch: int) -> Iterator[None]:
+        """Yields after every step of the optimizer."""
+        # Of a group that is carried over, only the gradients are: a script counts the batches of a pass.
+        piled, last, full = 0, len(loader) - 1, self.num_batches + epoch * self.grows
+        if self.at_the_end != "carried":
+            optimizer.zero_grad()
+        for number, (features, targets, _) in enumerate(loader):
+            piled += 1
+            steps = piled >= full or (number == last and self.at_the_end == "step")
+            with nullcontext() if steps or not self.no_sync else model.no_sync():
+                batch = (features, targets)
+                for part, target in model.micro_batches(batch, self.parts) if self.parts else [batch]:
+                    nn.functional.mse_loss(model(part), target).backward()
+            if steps:
+                optimizer.step()
+                optimizer.zero_grad()
+                piled = 0
+                yield
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passed:
+    """Passes that `epochs(3)` made, steps of the optimizer, and how often schedules by either were stepped."""
+
+    num_passes: int
+    num_steps: int
+    by_epoch: int
+    by_step: int
+    progress: float
+
+
+def passes(rank: int, loop: Piling, num_samples: int = 44, drop_last: bool = False) -> Passed:
+    """Three times eight batches of 6, the last one short."""
+    fail_on_warnings()
+    net = TinyNet()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    model = HeteroDataParallel(net, optimizer)
+    loader = HeteroDataLoader(Numbered(num_samples), model=model, batch_size=6, drop_last=drop_last)
+    epochs = by_progress(StepLR(optimizer, 1, gamma=1.0), model, unit="epoch")
+    steps = by_progress(StepLR(optimizer, 1, gamma=1.0), model)
+    num_passes = num_steps = 0
+    for epoch in model.epochs(3):
+        for _ in loop(model, optimizer, loader, epoch):
+            num_steps += 1
+            steps.step()
+        epochs.step()
+        num_passes += 1
+        assert num_passes < 20
+    return Passed(
+        num_passes=num_passes,
+        num_steps=num_steps,
+        by_epoch=epochs.scheduler.last_epoch,
+        by_step=steps.scheduler.last_epoch,
+        progress=model.progress,
+    )
+
+
+def passes_with_skipped_steps(rank: int) -> tuple[int, float]:
+    """Passes of `epochs(2)`, and progress, where a GradScaler skips two of ten steps."""
+    fail_on_warnings()
+    net = TinyNet()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    model = HeteroDataParallel(net, optimizer, grad_scaler=scaler)
+    loader = HeteroDataLoader(Numbered(30), model=model, batch_size=6)
+    num_passes = 0
+    for _ in model.epochs(2):
+        for number, (features, targets, _) in enumerate(loader):
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(features), targets)
+            scaler.scale(loss * torch.inf if number == 3 else loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        num_passes += 1
+    return num_passes, model.progress
+
+
+class Growing(ScriptedPlanner):
+    """Doubles the total batch and knows the noise: phi = 30."""
+
+    noise = Noise(signal_sqnorm=1.0, noise_trace=30.0)
+
+
+def grown(rank: int, no_sync: bool) -> list[tuple[int, float, float]]:
+    """Total batch, rate inside of the step at a rate of 1, and progress that was made, in each step over 3 batches."""
+    fail_on_warnings()
+    net = TinyNet()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    model = HeteroDataParallel(net, optimizer, policy=Growing([(3, 3), (6, 6), (6, 6)]))
+    loader = HeteroDataLoader(Numbered(360), model=model, batch_size=6, max_batch_size=12)
+    rates: list[float] = []
+    optimizer.register_step_pre_hook(lambda *_: rates.append(optimizer.param_groups[0]["lr"]))
+    found, before = [], 0.0
+    for _ in Piling(no_sync=no_sync)(model, optimizer, loader, 0):
+        found.append((model.plan.total_batch, rates[-1], model.progress - before))
+        before = model.progress
+    return found
+
+
+def schedule_to_the_goal(rank: int, kind: str) -> tuple[list[float], int, int]:
+    """Rates after each step of `epochs(4)` while the total grows, the steps a schedule took and those it was made for.
+
+    The last pass makes more progress than is missing.
+    """
+    fail_on_warnings()
+    net = TinyNet()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    model = HeteroDataParallel(net, optimizer, policy=Growing([(3, 3), (6, 6), (9, 9), (7, 7)]))
+    loader = HeteroDataLoader(Numbered(100), model=model, batch_size=6, max_batch_size=18)
+    length = 4 * len(loader)
+    scheduler: Any = CosineAnnealingLR(optimizer, T_max=length)
+    if kind == "one cycle":
+        scheduler = OneCycleLR(optimizer, max_lr=0.1, total_steps=length)
+    scheduler = by_progress(scheduler, model)
+    rates = []
+    for _ in model.epochs(4):
+        for features, targets, _ in loader:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(features), targets).backward()
+            optimizer.step()
+            scheduler.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+    return rates, scheduler.scheduler.last_epoch, length
+
+
+def growth(rank: int, no_sync: bool) -> tuple[list[int], float]:
+    """The total batch under accumulation where a larger one costs nothing, and the noise scale in the end."""
+    fail_on_warnings()
+    torch.manual_seed(0)
+    net = FixedCostNet()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    model = HeteroDataParallel(net, optimizer)
+    loader = HeteroDataLoader(digits(), model=model, batch_size=12, max_batch_size=48)
+    totals = []
+    for number, (inputs, targets) in enumerate(loader):
+        with nullcontext() if number % 2 or not no_sync else model.no_sync():
+            (nn.functional.cross_entropy(model(inputs), targets) / 2).backward()
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        totals.append(model.plan.total_batch)
+    return totals, model.noise_scale
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stepped:
+    """Rates of both optimizers inside of each step, their own rates afterwards, progress and steps of the noise."""
+
+    inside: list[tuple[float, float]]
+    outside: tuple[float, float]
+    progress: float
+    noise_steps: int
+
+
+def two_optimizers(rank: int, policy: Any, lr_rule: Any, num_samples: int = 60) -> Stepped:
+    """One for the first layer and Adam for the second."""
+    fail_on_warnings()
+    net = TinyNet()
+    first = torch.optim.SGD(net.first.parameters(), lr=1e-3)
+    second = torch.optim.AdamW(net.second.parameters(), lr=1e-3)
+    model = HeteroDataParallel(net, [first, second], policy=policy, lr_rule=lr_rule)
+    largest = None if policy == "cannikin" else 12
+    loader = HeteroDataLoader(Numbered(num_samples), model=model, batch_size=6, max_batch_size=largest)
+    rates: list[float] = []
+    for optimizer in (first, second):
+        optimizer.register_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
+    for features, targets, _ in loader:
+        first.zero_grad()
+        second.zero_grad()
+        nn.functional.mse_loss(model(features), targets).backward()
+        first.step()
+        second.step()
+    noise = model.engine.coordinator.schedule.decision.noise
+    return Stepped(
+        inside=list(zip(rates[::2], rates[1::2], strict=True)),
+        outside=(first.param_groups[0]["lr"], second.param_groups[0]["lr"]),
+        progress=model.progress,
+        noise_steps=0 if noise is None else noise.num_steps,
+    )
+
+
+def penalty(rank: int, weighting: str, no_sync: bool) -> None:
+    """A gradient penalty through outputs whose gradients are weighted on their way in."""
+    net = TinyNet()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    model = HeteroDataParallel(net, optimizer, weighting=weighting)
+    loader = HeteroDataLoader(Numbered(24), model=model, batch_size=6, local_batches=[4, 2])
+    for features, _, _ in loader:
+        features.requires_grad_()
+        with model.no_sync() if no_sync else nullcontext():
+            (slope,) = torch.autograd.grad(model(features).sum(), features, create_graph=True)
+            slope.square().mean().backward()
+
+
+def rules_that_do_not_match(rank: int, lr_rule: Sequence[str]) -> None:
+    net = TinyNet()
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.01) for layer in (net.first, net.second)]
+    HeteroDataParallel(net, optimizers, lr_rule=lr_rule)

@@ -1,0 +1,133 @@
+"""Several batches for one step of the optimizer, and several optimizers for one model."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import accumulation_cases as cases
+import pytest
+from accumulation_cases import Growing, Piling
+from ranks import run_ranks
+from told import Raised, run_cases, values
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+LOOPS = {
+    "under no_sync": Piling(),
+    "each batch reduced": Piling(no_sync=False),
+    "carried into the next pass": Piling(at_the_end="carried"),
+    "a rest that is dropped": Piling(at_the_end="dropped", no_sync=False),
+    "batches in parts": Piling(parts=2),
+    "parts alone": Piling(num_batches=1, parts=2),
+    "more from pass to pass": Piling(num_batches=1, grows=True),
+}
+CASES = {
+    **{name: partial(cases.passes, loop=loop) for name, loop in LOOPS.items()},
+    "drop_last": partial(cases.passes, loop=Piling(), num_samples=40, drop_last=True),
+    "skipped steps": cases.passes_with_skipped_steps,
+    "grown, no_sync": partial(cases.grown, no_sync=True),
+    "grown, reduced": partial(cases.grown, no_sync=False),
+    "one cycle": partial(cases.schedule_to_the_goal, kind="one cycle"),
+    "cosine": partial(cases.schedule_to_the_goal, kind="cosine"),
+    "growth, no_sync": partial(cases.growth, no_sync=True),
+    "growth, reduced": partial(cases.growth, no_sync=False),
+    "two rules": partial(cases.two_optimizers, policy=Growing([(3, 3), (6, 6)]), lr_rule=["linear", "sqrt"]),
+    "two, measured": partial(cases.two_optimizers, policy="cannikin", lr_rule="auto", num_samples=360),
+    "penalty, loss": partial(cases.penalty, weighting="loss", no_sync=False),
+    "penalty, no_sync": partial(cases.penalty, weighting="hook", no_sync=True),
+    "three rules": partial(cases.rules_that_do_not_match, lr_rule=["sqrt"] * 3),
+}
+
+
+@pytest.fixture(scope="module")
+def told():
+    """What every case said on both ranks, in one launch."""
+    return run_ranks(run_cases, 2, CASES, timeout_s=90)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_epochs_makes_as_many_passes_as_asked_for_however_gradients_pile_up(told, name):
+    for passed in values(told, name):
+        assert passed.num_passes == 3
+        assert passed.by_epoch == 3
+        assert passed.by_step == passed.num_steps, "a schedule of steps counts the optimizer's"
+
+
+def test_progress_counts_the_batches_whose_gradients_were_used(told):
+    """Eight batches per pass: three groups, the last of two batches."""
+    assert [(p.num_steps, p.progress) for p in values(told, "under no_sync")] == [(9, 24.0)] * 2
+    assert [(p.num_steps, p.progress) for p in values(told, "a rest that is dropped")] == [(6, 18.0)] * 2
+    assert [(p.num_steps, p.progress) for p in values(told, "more from pass to pass")] == [(8 + 4 + 3, 24.0)] * 2
+
+
+def test_a_pass_that_drops_its_last_batch_is_a_whole_one(told):
+    assert [(p.num_passes, p.by_epoch, p.progress) for p in values(told, "drop_last")] == [(3, 3, 18.0)] * 2
+
+
+def test_steps_that_a_scaler_skips_cost_no_pass_more(told):
+    assert values(told, "skipped steps") == [(2, 8.0)] * 2
+
+
+@pytest.mark.parametrize("how", ["no_sync", "reduced"])
+def test_a_step_over_several_batches_is_worth_the_gain_of_their_sum(told, how):
+    """At phi = 30, 3 x 12 samples against 3 x 6: gain = 2 (30 + 18)/(30 + 36)."""
+    one, other = values(told, f"grown, {how}")
+    assert one == other
+    gain = 2 * (30 + 18) / (30 + 36)
+    assert {total for total, _, _ in one} == {6, 12}
+    before = one[0][0]
+    for total, rate, made in one:
+        assert rate == pytest.approx(1.0 if total == 6 else gain)
+        if total == before:  # else some of the group's batches were of the other total
+            assert made == pytest.approx(3.0 if total == 6 else 3 * gain, rel=1e-9)
+        before = total
+
+
+@pytest.mark.parametrize("kind", ["one cycle", "cosine"])
+def test_a_schedule_stops_at_the_goal_of_epochs(told, kind):
+    for rates, taken, length in values(told, kind):
+        falling = rates[rates.index(max(rates)) :]
+        assert falling == sorted(falling, reverse=True), "no rate rises again"
+        assert length - 1 <= taken <= length
+        assert rates[-1] < 1e-3 * max(rates)
+
+
+@pytest.mark.parametrize("how", ["no_sync", "reduced"])
+def test_the_total_batch_grows_under_accumulation(told, how):
+    (totals, noise_scale), other = values(told, f"growth, {how}")
+    assert (totals, noise_scale) == other
+    assert noise_scale > 24
+    assert totals[0] == 12 < totals[-1]
+
+
+def test_several_optimizers_have_a_rule_each_and_one_progress(told):
+    for stepped in values(told, "two rules"):
+        assert {(round(a, 9), round(b, 9)) for a, b in stepped.inside} == {
+            (1e-3, 1e-3),
+            (2e-3, round(2**0.5 * 1e-3, 9)),
+        }
+        assert stepped.outside == (1e-3, 1e-3)
+        gain = 2 * (30 + 6) / (30 + 12)
+        num_grown = sum(a > 1.5e-3 for a, _ in stepped.inside)
+        assert stepped.progress == pytest.approx(len(stepped.inside) - num_grown + gain * num_grown, rel=0.1)
+
+
+def test_the_noise_scale_is_known_where_adam_steps_a_part_of_the_parameters(told):
+    one, other = values(told, "two, measured")
+    assert (one.progress, other.progress) == (60, 60)
+    assert one.noise_steps > 40  # rank 0 counts them
+
+
+@pytest.mark.parametrize("how", ["loss", "no_sync"])
+def test_a_gradient_penalty_through_weighted_outputs_is_refused_on_every_rank(told, how):
+    for answers in told:
+        raised = answers[f"penalty, {how}"]
+        assert isinstance(raised, Raised)
+        assert "create_graph=True" in raised.text
+        assert "without no_sync" in raised.text
+
+
+def test_there_is_one_rule_for_all_optimizers_or_one_for_each(told):
+    for answers in told:
+        assert "3 rules for 2 optimizers" in answers["three rules"].text
