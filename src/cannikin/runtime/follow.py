@@ -41,11 +41,15 @@ class Follower(Loop):
         """Who keeps the first model's plans."""
         return self._leader.coordinator
 
-    def _watch_optimizer(self) -> None:
-        if _is_watched(self._update.optimizer, self._leader):
+    def _watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        if _is_watched(optimizer, self._leader):
             self._num_unused = None  # its steps are seen there
+            optimizer.register_step_post_hook(self._forget_group)
         else:
-            super()._watch_optimizer()
+            super()._watch_optimizer(optimizer)
+
+    def _forget_group(self, *_: Any) -> None:
+        self._group.clear()
 
     @property
     def in_hand(self) -> BatchEntry | None:
