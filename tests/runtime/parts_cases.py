@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,6 +116,7 @@ class Trained:
     sizes: list[int] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     valid: list[bool] = field(default_factory=list)
+    graphs: list[list[str]] = field(default_factory=list)
 
 
 class Line(nn.Module):
@@ -131,7 +133,13 @@ class Line(nn.Module):
 
 
 def train_with_little_memory(
-    rank: int, attached: bool, capacity: int = 7, num_samples: int = 600, everywhere: bool = False, **ddp: Any
+    rank: int,
+    attached: bool,
+    capacity: int = 7,
+    num_samples: int = 600,
+    everywhere: bool = False,
+    compiled: bool = False,
+    **ddp: Any,
 ) -> Trained:
     """24 samples per step on 3 ranks, the last of which has memory for `capacity` of them."""
     told = Kept()
@@ -148,11 +156,12 @@ def train_with_little_memory(
     loop = engine.loop
     loader = HeteroDataLoader(Numbered(num_samples), model=engine if attached else model, batch_size=24)
     trained = Trained(weights=[], seen=[], plans=[], reasons=[], warned=[], sizes=net.sizes)
+    call = torch.compile(model, backend=partial(_note_graph, trained.graphs)) if compiled else model
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for features, targets, indices in loader:
             optimizer.zero_grad()
-            nn.functional.mse_loss(model(features), targets.double()).backward()
+            nn.functional.mse_loss(call(features), targets.double()).backward()
             trained.valid.append(loop.step.valid)
             optimizer.step()
             trained.seen.extend([] if loader.is_padding else indices.tolist())
@@ -167,6 +176,12 @@ def train_with_little_memory(
     assert "_run_ddp_forward" not in vars(model), "DDP is left as it was"
     assert all(name.startswith("module.net.") for name in model.state_dict())
     return trained
+
+
+def _note_graph(graphs: list[list[str]], module: torch.fx.GraphModule, _: Any) -> Any:
+    """A compiler that compiles nothing and writes down what it was given."""
+    graphs.append([str(node.target) for node in module.graph.nodes if node.op.startswith("call")])
+    return module.forward
 
 
 def train_alone(num_samples: int = 600) -> list[Any]:

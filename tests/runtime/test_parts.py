@@ -408,6 +408,7 @@ def trained():
         "unused": partial(cases.train_with_little_memory, attached=False, find_unused_parameters=True),
         "views": partial(cases.train_with_little_memory, attached=False, gradient_as_bucket_view=True),
         "loss": partial(cases.train_with_little_memory, attached=False, weighting="loss"),
+        "compiled": partial(cases.train_with_little_memory, attached=False, compiled=True),
         "never enough": partial(cases.train_in_parts_for_good),
         "hidden": cases.train_checkpointed,
     }
@@ -415,7 +416,7 @@ def trained():
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("way", ["model", "attached", "unused", "views", "loss"])
+@pytest.mark.parametrize("way", ["model", "attached", "unused", "views", "loss", "compiled"])
 def test_a_rank_that_runs_out_of_memory_trains_on_and_no_sample_is_lost(trained, way):
     told = values(trained, way)
     assert sorted(number for rank in told for number in rank.seen) == list(range(600))
@@ -444,6 +445,13 @@ def test_the_plan_learns_what_the_rank_holds_and_says_so(trained, way):
     (warned,) = told[2].warned
     assert "rank 2 has not enough memory for a local batch of 8: it trained on it in 2 parts" in warned
     assert told[0].warned == told[1].warned == []
+
+
+@pytest.mark.timeout(120)
+def test_dynamo_is_given_the_network_and_nothing_of_what_runs_it_in_parts(trained):
+    for told in values(trained, "compiled"):
+        assert told.graphs
+        assert all(any("linear" in name for name in graph) for graph in told.graphs), told.graphs
 
 
 @pytest.mark.timeout(120)

@@ -24,13 +24,13 @@ import torch
 
 from cannikin.core.lr import Worth
 from cannikin.core.schedule import takes_norms
-from cannikin.core.values import Plan
+from cannikin.core.values import NO_MAX, Plan
 from cannikin.errors import BatchMatchError, InvalidInputError
 from cannikin.runtime.coordinator import Coordinator, Happened, Unplanned
 from cannikin.runtime.device import Device
 from cannikin.runtime.hook import Reducer
 from cannikin.runtime.memory import MemoryGauge
-from cannikin.runtime.parts import PartedForward, can_cut, watch_forward
+from cannikin.runtime.parts import PartedForward, can_cut, not_compiled, not_compiled_itself, watch_forward
 from cannikin.runtime.profile_store import ProfileStore
 from cannikin.runtime.recorder import Recorder
 from cannikin.runtime.slicing import Slicer, tensors_of
@@ -84,6 +84,7 @@ class Loop:
         self._parted = PartedForward(self.memory, device.torch_device)
         self._can_cut = False  # where memory runs out in forward
         self._num_cut = 0  # steps that were
+        self._told_max_batch = NO_MAX  # the bound that was last warned of
         self.goal: float | None = None  # passes of progress that the loop has asked for (`epochs`)
         self._device, self._exchange, self._reducer, self._update = device, exchange, reducer, update
         self._statistics, self._recorder = statistics, recorder
@@ -104,10 +105,9 @@ class Loop:
     def register(self, module: torch.nn.Module) -> None:
         """Set the hooks around forward and the optimizer."""
         # Hooks run outside of forward, so its own exemption from the compiler does not cover them.
-        undisturbed: Any = torch.compiler.disable
         self._can_cut = can_cut(module) and self._batch_dim == 0
-        module.register_forward_pre_hook(undisturbed(self._before_forward), with_kwargs=True)
-        module.register_forward_hook(undisturbed(self._after_forward))
+        module.register_forward_pre_hook(not_compiled(self._before_forward), with_kwargs=True)
+        module.register_forward_hook(not_compiled(self._after_forward))
         for rates in self._update.rates:
             self._watch_optimizer(rates.optimizer)
 
@@ -255,7 +255,7 @@ class Loop:
         if self._part is None:
             check_size(step.entry, self.queue, args, kwargs, self._batch_dim)
             if self._can_cut and self.memory.is_new(step.entry.local_batch):
-                watch_forward(module, partial(self._run, module))
+                watch_forward(module, partial(self._run, module, step))
         if step.forward_start is None:
             step.forward_start = self._device.mark()
 
@@ -271,25 +271,30 @@ class Loop:
                 stacklevel=2,
             )
 
-    def _run(self, ddp: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    @not_compiled_itself
+    def _run(self, ddp: Any, step: StepInProgress, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a forward of a batch larger than any before, in parts where memory asks for it."""
-        step = self.step
-        assert step is not None, "a step begins before its forward"
-        size, largest_before = step.entry.local_batch, self.memory.max_batch
-        all_used = not ddp.find_unused_parameters
+        size, all_used = step.entry.local_batch, not ddp.find_unused_parameters
         output, parts = self._parted.run(ddp.module, run, args, kwargs, size, all_used=all_used)
         if parts:
-            step.part_size = max(parts)
-            self._num_cut += 1
-            step.valid = step.valid and self._num_cut > _CUT
-        if self.memory.max_batch < largest_before and parts:
+            self._note_parts(step, parts)
+        return output
+
+    @not_compiled
+    def _note_parts(self, step: StepInProgress, parts: list[int]) -> None:
+        """Take note of a batch that ran in parts of these sizes, and say so where it was found to be too large."""
+        step.part_size = max(parts)
+        self._num_cut += 1
+        step.valid = step.valid and self._num_cut > _CUT
+        if self.memory.max_batch < self._told_max_batch:
+            self._told_max_batch = self.memory.max_batch
             warnings.warn(
-                f"rank {self._exchange.rank} has not enough memory for a local batch of {size}: it trained on it in "
-                f"{len(parts)} parts, and is given at most {self.memory.max_batch} samples as soon as plans allow",
+                f"rank {self._exchange.rank} has not enough memory for a local batch of {step.entry.local_batch}: it "
+                f"trained on it in {len(parts)} parts, and is given at most {self.memory.max_batch} samples as soon as "
+                "plans allow",
                 RuntimeWarning,
                 stacklevel=2,
             )
-        return output
 
     def current_or_next(self) -> StepInProgress:
         """Return the step that a training forward now belongs to."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -32,6 +32,19 @@ _LEAST_PART = 2  # a single sample may be broadcast where it should not, and Bat
 _COPIES = 3  # of the whole batch's outputs that there are in backward: themselves, their gradients, and a loss's own
 
 Gradients = list[torch.Tensor | None]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def not_compiled(function: F) -> F:
+    """Keep a compiler from a function and from all that it calls, where it would trace what is around the module."""
+    kept: F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return kept
+
+
+def not_compiled_itself(function: F) -> F:
+    """Keep a compiler from a function, not from what it calls: in the end that is the module."""
+    kept: F = torch.compiler.disable(function, recursive=False)  # type: ignore[no-untyped-call]
+    return kept
 
 
 def can_cut(ddp: torch.nn.Module) -> bool:
@@ -53,7 +66,7 @@ def watch_forward(ddp: Any, run_watched: Callable[..., Any]) -> None:
     vars(ddp).pop(_RUN, None)  # still there where the last forward failed before it got so far
     run = getattr(ddp, _RUN)
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator,no-untyped-call]
+    @not_compiled_itself
     def once(*args: Any, **kwargs: Any) -> Any:
         vars(ddp).pop(_RUN, None)
         return run_watched(run, args, kwargs)
@@ -94,6 +107,7 @@ class PartedForward:
         self._gauge, self._device = gauge, device
         self._differentiable: list[bool] = []  # which outputs have a gradient
 
+    @not_compiled_itself
     def run(
         self,
         net: torch.nn.Module,
@@ -111,18 +125,9 @@ class PartedForward:
             size: samples in dimension 0 of those inputs that are to be cut.
             all_used: whether every parameter must have a gradient, as under DDP that looks for no unused ones.
         """
-        gauge, part = self._gauge, self._gauge.part
-        batch = _Batch(net, run, args, kwargs, size, self._device)
-        if part is not None and size > gauge.max_batch:
-            try:
-                sizes = cut_sizes(size, part)
-                return batch.run(sizes, self._differentiable), sizes
-            except Exception as raised:  # what was found out no longer holds: find out anew
-                can_repeat = isinstance(raised, _UncutError) or is_out_of_memory(raised)
-                if not can_repeat or batch.is_changed():
-                    raise
-                traceback.clear_frames(raised.__traceback__)
-        before, allocated = _Buffers(net), gauge.allocated()
+        batch, known = self._begin(net, run, args, kwargs, size)
+        if known is not None:
+            return known
         output, error = None, None
         try:
             output = run(*args, **kwargs)
@@ -130,33 +135,65 @@ class PartedForward:
             if not is_out_of_memory(raised):
                 raise
             error = raised
-            traceback.clear_frames(raised.__traceback__)  # they hold the activations
-        missing = missing_gradients(net)
-        if error is None:
-            for_loss = _for_loss(pytree.tree_leaves(output))
-            if batch.is_changed() or gauge.leaves_room(allocated, missing + for_loss):
-                return output, []
+        if error is None and self._leaves_room(batch, output):
+            return output, []
         output = None
-        before.restore()
-        try:
-            sizes, held = self._try_parts(batch, size, all_used=all_used)
-            result = batch.run(sizes, self._differentiable)
-        except Exception as refusal:
-            if error is not None:
-                error.add_note(f"cannikin: running the batch in parts did not help ({refusal})")
-        else:
-            error = None  # which holds this frame
-            gauge.hold(size, max(sizes), held_bytes=held, base_bytes=max(allocated + missing, state_bytes(net)))
-            return result, sizes
+        parted = self._run_in_parts(batch, error, all_used=all_used)
+        if parted is not None:
+            return parted
         if error is not None:
             raise error  # here, where it keeps its own cause
         return run(*args, **kwargs), []  # nothing has failed so far
 
-    def _try_parts(self, batch: _Batch, size: int, *, all_used: bool) -> tuple[list[int], int]:
+    @not_compiled
+    def _begin(
+        self, net: torch.nn.Module, run: Callable[..., Any], args: Any, kwargs: Any, size: int
+    ) -> tuple[_Batch, tuple[Any, list[int]] | None]:
+        """Return the batch, and what has come out where it is known to be too large, with the sizes of its parts."""
+        gauge = self._gauge
+        batch = _Batch(net, run, args, kwargs, size, self._device, gauge.allocated())
+        if gauge.part is not None and size > gauge.max_batch:
+            try:
+                sizes = cut_sizes(size, gauge.part)
+                return batch, (batch.run(sizes, self._differentiable), sizes)
+            except Exception as raised:  # what was found out no longer holds: find out anew
+                can_repeat = isinstance(raised, _UncutError) or is_out_of_memory(raised)
+                if not can_repeat or batch.is_changed():
+                    raise
+                traceback.clear_frames(raised.__traceback__)
+        return batch, None
+
+    @not_compiled
+    def _leaves_room(self, batch: _Batch, output: Any) -> bool:
+        """Return whether the output of the whole batch is to be used as it is."""
+        missing = missing_gradients(batch.net) + _for_loss(pytree.tree_leaves(output))
+        return batch.is_changed() or self._gauge.leaves_room(batch.allocated_before, missing)
+
+    @not_compiled
+    def _run_in_parts(self, batch: _Batch, error: Exception | None, *, all_used: bool) -> tuple[Any, list[int]] | None:
+        """Return the output of a batch that was too large, and the sizes of its parts; None where it cannot be cut.
+
+        Then the error, if there was one, has a note that says why.
+        """
+        if error is not None:
+            traceback.clear_frames(error.__traceback__)  # they hold the activations
+        batch.buffers_before.restore()
+        try:
+            sizes, held = self._try_parts(batch, all_used=all_used)
+            result = batch.run(sizes, self._differentiable)
+        except Exception as refusal:
+            if error is not None:
+                error.add_note(f"cannikin: running the batch in parts did not help ({refusal})")
+            return None
+        base = max(batch.allocated_before + missing_gradients(batch.net), state_bytes(batch.net))
+        self._gauge.hold(batch.size, max(sizes), held_bytes=held, base_bytes=base)
+        return result, sizes
+
+    def _try_parts(self, batch: _Batch, *, all_used: bool) -> tuple[list[int], int]:
         """Return the sizes of the fewest parts whose largest goes through forward and backward, and what that held."""
         num_parts = 2
         while True:
-            sizes = cut_sizes(size, -(-size // num_parts) + 1)
+            sizes = cut_sizes(batch.size, -(-batch.size // num_parts) + 1)
             self._gauge.release()
             try:
                 self._differentiable, held = batch.rehearse(max(sizes), self._gauge, all_used=all_used)
@@ -191,9 +228,17 @@ class _Batch:
     """
 
     def __init__(
-        self, net: torch.nn.Module, run: Callable[..., Any], args: Any, kwargs: Any, size: int, device: torch.device
+        self,
+        net: torch.nn.Module,
+        run: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        size: int,
+        device: torch.device,
+        allocated_bytes: int,
     ) -> None:
-        self._net, self._run, self._size, self._device = net, run, size, device
+        self.net, self.size, self.allocated_before, self.buffers_before = net, size, allocated_bytes, _Buffers(net)
+        self._run, self._device = run, device
         self._leaves, self._structure = pytree.tree_flatten((args, kwargs))
         self._tensors = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, torch.Tensor)]
         self._versions = self._versions_now()
@@ -225,18 +270,18 @@ class _Batch:
         gradients and what the loss keeps of them.
         """
         if not any(self._cut):
-            raise _UncutError(f"no input has {self._size} samples in dimension 0")
+            raise _UncutError(f"no input has {self.size} samples in dimension 0")
         if self._has_list:
-            raise _UncutError(f"an input is a list of {self._size} values, which is not cut")
+            raise _UncutError(f"an input is a list of {self.size} values, which is not cut")
         beside = [torch.empty_like(parameter) for parameter in self._parameters]
         before = gauge.allocated()
         with torch.enable_grad(), self._as_at(self._part(0, size)):
             args, kwargs, wanted = self._inputs(0, size)
-            outputs = pytree.tree_leaves(self._net(*args, **kwargs))
+            outputs = pytree.tree_leaves(self.net(*args, **kwargs))
             held = gauge.allocated() - before + _for_loss(outputs)
             marked = [leaf for leaf in outputs if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
             rows = [leaf for leaf in marked if leaf.shape[:1] == (size,)]
-            beside += [leaf.new_empty((self._size, *leaf.shape[1:])) for leaf in rows for _ in range(_COPIES)]
+            beside += [leaf.new_empty((self.size, *leaf.shape[1:])) for leaf in rows for _ in range(_COPIES)]
             if marked:
                 zeros = [torch.zeros_like(leaf) for leaf in marked]
                 found = self._grad(marked, wanted, zeros)
@@ -253,7 +298,7 @@ class _Batch:
 
         `differentiable` has an entry per leaf of the output.
         """
-        joined, self._parts = _Joined(self._size), []
+        joined, self._parts = _Joined(self.size), []
         try:
             with torch.no_grad(), self._in_autocast():
                 for start, end in pairwise(accumulate(sizes, initial=0)):
@@ -263,11 +308,11 @@ class _Batch:
             flags = joined.of_tensors(differentiable)
             self._refuse_changed()
         except Exception:
-            self._parts[0].buffers.restore()
+            self.buffers_before.restore()
             raise
         first, last = self._parts[0], self._part(0, 0)
         drew = any(not torch.equal(*states) for states in zip(first.random, last.random, strict=True))
-        self._repeatable = not drew and first.buffers.are_so() and not has_batch_norm(self._net)
+        self._repeatable = not drew and first.buffers.are_so() and not has_batch_norm(self.net)
         # Nodes of parameters have no order among themselves, nodes of views do; and DDP's buckets follow that order.
         views = [parameter.view_as(parameter) for parameter in self._parameters]
         inputs, tensors = [self._leaves[i] for i in self._wanted], [self._leaves[i] for i in self._tensors]
@@ -319,7 +364,7 @@ class _Batch:
         start, end = part.start, part.end
         with torch.enable_grad(), self._as_at(part):
             args, kwargs, wanted = self._inputs(start, end)
-            outputs = [x for x in pytree.tree_leaves(self._net(*args, **kwargs)) if isinstance(x, torch.Tensor)]
+            outputs = [x for x in pytree.tree_leaves(self.net(*args, **kwargs)) if isinstance(x, torch.Tensor)]
             pairs = [
                 (output, gradient[start:end])
                 for output, gradient in zip(outputs, gradients, strict=True)
@@ -353,7 +398,7 @@ class _Batch:
     def _refuse_traces(self) -> None:
         """Refuse a module whose forward leaves more than its outputs: what parts leave so has no graph."""
         self._refuse_changed()
-        for name, layer in self._net.named_modules():
+        for name, layer in self.net.named_modules():
             for kept, value in vars(layer).items():
                 # A weight made of parameters, as by weight_norm and pruning, is made anew in every forward.
                 made = any(parameter.startswith(f"{kept}_") for parameter in layer._parameters)
@@ -374,12 +419,12 @@ class _Batch:
         random = [torch.get_rng_state()]
         if self._device.type == "cuda":
             random.append(torch.cuda.get_rng_state(self._device))
-        return _Part(start=start, end=end, random=random, buffers=_Buffers(self._net))
+        return _Part(start=start, end=end, random=random, buffers=_Buffers(self.net))
 
     @contextmanager
     def _as_at(self, part: _Part) -> Iterator[None]:
         """Give the module the random numbers, buffers and precision that a part had, and take them back."""
-        now = _Buffers(self._net)
+        now = _Buffers(self.net)
         with torch.random.fork_rng([self._device] * (len(part.random) - 1)), self._in_autocast():
             part.buffers.restore()
             torch.set_rng_state(part.random[0])
