@@ -129,6 +129,24 @@ def test_norms_of_gradients_that_piled_up_are_of_so_many_times_the_batch() -> No
     assert restored.gain(32) == tracker.gain(32)
 
 
+@pytest.mark.parametrize("kind", [Controller, AdaptdlPlanner])
+def test_a_total_is_worth_less_where_more_batches_pile_up(kind: type[Controller] | type[AdaptdlPlanner]) -> None:
+    """At phi = 100 and B0 = 16 the total grows; where 64 batches pile up, the noise is averaged out already."""
+    totals = []
+    for num_batches in (1, 64):
+        job = Job(num_ranks=2, batch_size=16, max_batch_size=256, num_samples=200)
+        training = Training(kind(job), job, RNG(0))
+        for k in range(12):
+            batches = training.plans[-1].local_batches
+            window = measure(PAIR, [batches] * 10, RNG(k), first_step=10 * k, noise=0.01, sqnorms=(1.0, 100.0))
+            local = 1.0 + 100.0 / (num_batches * window.local_batches)
+            whole = 1.0 + 100.0 / (num_batches * window.local_batches.sum(axis=1))
+            piled = np.full(10, num_batches)
+            training.show(replace(window, local_sqnorm=local, global_sqnorm=whole, accumulated=piled))
+        totals.append(training.plans[-1].total_batch)
+    assert totals[0] > 2 * totals[1]
+
+
 def test_norms_count_where_no_step_of_the_optimizer_followed() -> None:
     """The first batch of each group, where every batch is reduced: its times do not count, its norms do."""
     window = measure(PAIR, [(8, 8)] * 9, RNG(0), noise=0.01, sqnorms=(1.0, 16.0))

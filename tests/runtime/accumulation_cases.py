@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from measuring_cases import FixedCostNet
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
-from training_cases import Numbered, ScriptedPlanner, TinyNet, digits, fail_on_warnings
+from training_cases import Numbered, ScriptedPlanner, TinyNet, digits, digits_net, fail_on_warnings
 
 from cannikin.core.planner import Noise
 from cannikin.runtime.loader import HeteroDataLoader
@@ -158,23 +157,25 @@ def schedule_to_the_goal(rank: int, kind: str) -> tuple[list[float], int, int]:
     return rates, scheduler.scheduler.last_epoch, length
 
 
-def growth(rank: int, no_sync: bool) -> tuple[list[int], float]:
-    """The total batch under accumulation where a larger one costs nothing, and the noise scale in the end."""
+def weighed_totals(rank: int, no_sync: bool) -> tuple[set[str], int]:
+    """What plans say under accumulation where the total may grow, and the steps that the noise scale rests on."""
     fail_on_warnings()
     torch.manual_seed(0)
-    net = FixedCostNet()
+    net = digits_net(0)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     model = HeteroDataParallel(net, optimizer)
     loader = HeteroDataLoader(digits(), model=model, batch_size=12, max_batch_size=48)
-    totals = []
+    reasons = set()
     for number, (inputs, targets) in enumerate(loader):
         with nullcontext() if number % 2 or not no_sync else model.no_sync():
             (nn.functional.cross_entropy(model(inputs), targets) / 2).backward()
         if number % 2:
             optimizer.step()
             optimizer.zero_grad()
-        totals.append(model.plan.total_batch)
-    return totals, model.noise_scale
+        reasons.add(model.plan.reason)
+    noise = model.engine.coordinator.schedule.decision.noise
+    assert noise is not None
+    return reasons, noise.num_steps
 
 
 @dataclass(frozen=True, kw_only=True)

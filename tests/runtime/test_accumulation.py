@@ -30,8 +30,8 @@ CASES = {
     "grown, reduced": partial(cases.grown, no_sync=False),
     "one cycle": partial(cases.schedule_to_the_goal, kind="one cycle"),
     "cosine": partial(cases.schedule_to_the_goal, kind="cosine"),
-    "growth, no_sync": partial(cases.growth, no_sync=True),
-    "growth, reduced": partial(cases.growth, no_sync=False),
+    "totals, no_sync": partial(cases.weighed_totals, no_sync=True),
+    "totals, reduced": partial(cases.weighed_totals, no_sync=False),
     "two rules": partial(cases.two_optimizers, policy=Growing([(3, 3), (6, 6)]), lr_rule=["linear", "sqrt"]),
     "two, measured": partial(cases.two_optimizers, policy="cannikin", lr_rule="auto", num_samples=360),
     "penalty, loss": partial(cases.penalty, weighting="loss", no_sync=False),
@@ -94,11 +94,11 @@ def test_a_schedule_stops_at_the_goal_of_epochs(told, kind):
 
 
 @pytest.mark.parametrize("how", ["no_sync", "reduced"])
-def test_the_total_batch_grows_under_accumulation(told, how):
-    (totals, noise_scale), other = values(told, f"growth, {how}")
-    assert (totals, noise_scale) == other
-    assert noise_scale > 24
-    assert totals[0] == 12 < totals[-1]
+def test_totals_are_compared_by_their_noise_under_accumulation(told, how):
+    """Which is then the best depends on the times."""
+    (reasons, num_steps), _ = values(told, f"totals, {how}")  # rank 0 plans
+    assert num_steps >= 20
+    assert any("goodput" in reason or "the best in reach" in reason for reason in reasons), reasons
 
 
 def test_several_optimizers_have_a_rule_each_and_one_progress(told):
