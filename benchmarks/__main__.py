@@ -15,6 +15,7 @@ BENCHMARKS = {
     "lab_limit": "lab_limit",
     "noise_digits": "noise_digits",
     "observability": "observability",
+    "orders": "orders",
     "overhead": "overhead",
     "paper": "paper.evaluate",
     "runlog_size": "runlog_size",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import tracemalloc
 import weakref
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
 
+from cannikin.core.ordering import NUM_STORED
 from cannikin.core.policies.plans import make_plan
 from cannikin.core.values import Job, Plan
 from cannikin.errors import InvalidInputError, StateError
@@ -262,6 +264,55 @@ def test_orders_differ_between_epochs_and_seeds_and_are_the_same_for_the_same():
     assert not torch.equal(
         epoch_order(50, seed=1, epoch=0, shuffle=True), epoch_order(50, seed=0, epoch=1, shuffle=True)
     )
+
+
+def test_the_first_batches_of_ten_thousand_million_shuffled_samples_take_no_memory_for_their_order():
+    tracemalloc.start()
+    try:
+        feed = ScriptedFeed([(600, 400)], 1)
+        sampler = HeteroBatchSampler(10**10, model=feed, batch_size=1000)
+        batches = iter(sampler)
+        drawn = [next(batches) for _ in range(3)]
+        batches.close()
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert drawn == [
+        epoch_order(10**10, seed=0, epoch=0, shuffle=True)[start : start + 400].tolist() for start in (600, 1600, 2600)
+    ]
+    assert peak_bytes < 2**20
+
+
+def test_a_state_of_an_older_version_goes_on_in_its_stored_order_to_the_end_of_the_epoch():
+    length, done = NUM_STORED + 1000, 400_000
+    older, newer = (
+        epoch_order(length, seed=3, epoch=4, shuffle=True, stored=stored).tolist() for stored in (True, False)
+    )
+    following = epoch_order(length, seed=3, epoch=5, shuffle=True).tolist()
+    state = {"epoch": 4, "position": done, "num_samples": length, "seed": 3, "shuffle": 1}
+    seen = older[:done]
+    for script in ([(200_000,)], [(300_000,)]):  # saved and resumed once more in the same epoch
+        sampler = HeteroBatchSampler(length, model=ScriptedFeed(script, 0), batch_size=2, seed=3)
+        sampler.load_state_dict(state)
+        batches = iter(sampler)
+        seen += next(batches)
+        state = sampler.state_dict()
+        batches.close()
+    assert state["shuffle"] == 1
+    sampler = HeteroBatchSampler(length, model=ScriptedFeed([(300_000,)], 0), batch_size=2, seed=3)
+    sampler.load_state_dict(state)
+    seen += flat(sampler)
+    assert seen == older
+    assert older != newer
+    assert sampler.state_dict()["shuffle"] == 2
+    assert flat(sampler) == following
+
+
+def test_a_state_of_an_older_version_between_epochs_begins_in_the_new_order():
+    length = NUM_STORED + 10
+    sampler = HeteroBatchSampler(length, model=ScriptedFeed([(length,)], 0), batch_size=2)
+    sampler.load_state_dict({"epoch": 1, "position": 0, "num_samples": length, "seed": 0, "shuffle": 1})
+    assert flat(sampler) == epoch_order(length, seed=0, epoch=1, shuffle=True).tolist()
 
 
 # Short batches and padding

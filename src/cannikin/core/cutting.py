@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from cannikin.core.ordering import NUM_STORED
 from cannikin.core.values import NO_MAX, Job
 from cannikin.errors import InvalidInputError, StateError
 
@@ -22,6 +23,16 @@ Bounds = tuple[int | None, int | None] | Sequence[tuple[int | None, int | None]]
 
 MAX_SEED = 2**63 - 1
 """Seeds travel between ranks as 64-bit integers."""
+
+
+_IN_ORDER, _STORED, _BY_POSITION = range(3)  # `shuffle` in a loader's state; older versions refuse the last
+
+
+def _kind_of_order(num_samples: int | None, shuffle: bool) -> int:
+    """Return how samples are ordered."""
+    if not shuffle:
+        return _IN_ORDER
+    return _STORED if num_samples is None or num_samples <= NUM_STORED else _BY_POSITION
 
 
 def least_local(has_batch_norm: bool) -> int:
@@ -195,12 +206,14 @@ def _bounds(bounds: Bounds | None, num_ranks: int, default_low: int) -> tuple[tu
 class EpochState:
     """A place in the data: `position` samples of epoch `epoch` have been handed out, over all ranks.
 
-    Where each rank has a stream of its own, `shards` has how many of each, also where it had no more.
+    Where each rank has a stream of its own, `shards` has how many of each, also where it had no more. `stored`
+    is whether it is one in a stored order, as older versions had for datasets of any size.
     """
 
     epoch: int = 0
     position: int = 0
     shards: tuple[int, ...] = ()
+    stored: bool = False
 
 
 class Bookmark:
@@ -223,7 +236,7 @@ class Bookmark:
         self._identity = {
             "num_samples": -1 if num_samples is None else num_samples,
             "seed": whole_number("seed", seed, low=0, high=MAX_SEED),
-            "shuffle": int(shuffle),
+            "shuffle": _kind_of_order(num_samples, shuffle),
             **({"sharded": 1} if sharded else {}),
         }
         self.next = EpochState()
@@ -243,7 +256,7 @@ class Bookmark:
 
     def advance(self, position: int, shards: tuple[int, ...] = ()) -> None:
         """Note that `position` samples of the epoch have been handed out, `shards` of each rank's own stream."""
-        self._saved = EpochState(epoch=self._saved.epoch, position=position, shards=shards)
+        self._saved = replace(self._saved, position=position, shards=shards)
 
     def finish(self) -> None:
         """Note that the pass came to the end of its epoch."""
@@ -264,7 +277,8 @@ class Bookmark:
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch, the samples handed out, and what this order of samples depends on, as plain numbers."""
         shards = {"shards": list(self._saved.shards)} if self._saved.shards else {}
-        return {"epoch": self._saved.epoch, "position": self._saved.position, **shards, **self._identity}
+        stored = {"shuffle": _STORED} if self._saved.stored else {}
+        return {"epoch": self._saved.epoch, "position": self._saved.position, **shards, **self._identity, **stored}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned, on any number of ranks."""
@@ -273,8 +287,10 @@ class Bookmark:
         missing = sorted({"epoch", "position", *self._identity} - set(state))
         if missing:
             raise StateError(f"the loader's state lacks {', '.join(missing)}: load what loader.state_dict() returned")
+        # A run of an older version goes on in its own order to the end of the epoch.
+        stored = (state["shuffle"], self._identity["shuffle"]) == (_STORED, _BY_POSITION)
         for name, own in self._identity.items():
-            if state[name] != own:
+            if state[name] != own and not (name == "shuffle" and stored):
                 raise StateError(
                     f"the saved {name}={state[name]} is not this loader's {own}: the saved position is one in another "
                     f"order of samples; build the loader as it was, or leave its state out to begin afresh"
@@ -287,4 +303,5 @@ class Bookmark:
             shards = tuple(whole_number("saved shards", number, low=0) for number in state.get("shards", ()))
         except InvalidInputError as error:
             raise StateError(f"{error}: the state is damaged or not of a loader") from None
-        self.next = self._saved = EpochState(epoch=epoch, position=position, shards=shards)
+        stored = stored and position > 0
+        self.next = self._saved = EpochState(epoch=epoch, position=position, shards=shards, stored=stored)

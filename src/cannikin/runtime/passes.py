@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from cannikin.core.cutting import Bookmark, EpochState, cut, least_local, make_job, num_steps
+from cannikin.core.ordering import NUM_STORED, IndexOrder
 from cannikin.core.values import Job, Plan
 from cannikin.errors import InvalidInputError
 from cannikin.runtime.loop import Loop
@@ -68,17 +69,24 @@ def job_of(engine: Engine, num_samples: int | None, batch_size: int, options: Lo
     return job
 
 
-def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> torch.Tensor:
-    """Return the samples' order in an epoch, the same on every rank.
+def epoch_order(
+    num_samples: int, *, seed: int, epoch: int, shuffle: bool, stored: bool = False
+) -> torch.Tensor | IndexOrder:
+    """Return the samples' order in an epoch, the same on every rank, by position: slice it.
+
+    Orders of up to `NUM_STORED` samples are stored; others are computed where they are needed, unless `stored` asks for
+    what older versions had.
 
     Examples:
-        >>> epoch_order(4, seed=0, epoch=0, shuffle=False).tolist()
-        [0, 1, 2, 3]
+        >>> epoch_order(4, seed=0, epoch=0, shuffle=False)[1:3].tolist()
+        [1, 2]
         >>> sorted(epoch_order(4, seed=0, epoch=3, shuffle=True).tolist())
         [0, 1, 2, 3]
     """
     if not shuffle:
-        return torch.arange(num_samples)
+        return IndexOrder(num_samples, seed=None)
+    if num_samples > NUM_STORED and not stored:
+        return IndexOrder(num_samples, seed=seed, epoch=epoch)
     # Not seed + epoch, as DistributedSampler has it: there run 1 sees in epoch 0 what run 0 sees in epoch 1.
     (mixed,) = np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64).tolist()
     return torch.randperm(num_samples, generator=torch.Generator().manual_seed(mixed))
@@ -188,7 +196,8 @@ class IndexSource:
         self._shuffle = shuffle
 
     def steps(self, state: EpochState, cutter: Cutter) -> Iterator[tuple[CutStep, list[Any]]]:
-        order = epoch_order(self._num_samples, seed=self._seed, epoch=state.epoch, shuffle=self._shuffle)
+        stored = state.stored
+        order = epoch_order(self._num_samples, seed=self._seed, epoch=state.epoch, shuffle=self._shuffle, stored=stored)
         position = state.position
         while position < self._num_samples:
             cutter.look()
