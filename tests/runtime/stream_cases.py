@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from told import run_cases
+from told import collecting_warnings, run_cases
 from torch.utils.data import IterableDataset, get_worker_info
 
 import cannikin
@@ -45,7 +45,7 @@ class Net(torch.nn.Module):
 class Run:
     """A model with its loader; what it was given, and its gradients at fixed weights."""
 
-    def __init__(self, data: IterableDataset, *, total: int = 8, policy: str = "even", **options: Any) -> None:
+    def __init__(self, data: torch.utils.data.Dataset, *, total: int = 8, policy: str = "even", **options: Any) -> None:
         net = Net()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
         self.model = cannikin.HeteroDataParallel(net, optimizer, policy=policy)
@@ -164,6 +164,63 @@ def own_stream_without_samples(rank: int) -> Any:
     return told_samples(Run(Numbers(range(LENGTH if rank else 0)), sharded=True).train())
 
 
+class Sized(torch.utils.data.Dataset):
+    """The numbers from 0 on, each as a sample."""
+
+    def __init__(self, files: list[int]) -> None:
+        self.files = files
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([self.files[index], 0.0], dtype=torch.float64)
+
+
+def sampler_by_rank(rank: int) -> Any:
+    order = random.Random(rank).sample(range(LENGTH), LENGTH)
+    return told_samples(Run(Sized(list(range(LENGTH))), sampler=order).train())
+
+
+def sampler_of_all(rank: int) -> Any:
+    torch.manual_seed(rank)
+    sampler = torch.utils.data.RandomSampler(range(LENGTH))
+    return told_samples(Run(Sized(list(range(LENGTH))), sampler=sampler, num_workers=1).train())[0]
+
+
+def dataset_by_rank(rank: int) -> Any:
+    with collecting_warnings() as warned:
+        Run(Sized(list(range(rank, LENGTH, 2))))
+    return warned
+
+
+def loader_first(rank: int, attached: bool = False) -> Any:
+    loader = cannikin.HeteroDataLoader(Sized(list(range(LENGTH))), batch_size=8, shuffle=False)
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    if attached:
+        model: Any = torch.nn.parallel.DistributedDataParallel(net)
+        cannikin.attach(model, optimizer, loader=loader)
+    else:
+        model = cannikin.HeteroDataParallel(net, optimizer, loader=loader)
+    seen: list[int] = []
+    for batch in loader:
+        model(batch).mean().backward()
+        optimizer.step()
+        seen += batch[:, 0].int().tolist()
+    return seen
+
+
+def attached_after(rank: int) -> Any:
+    return loader_first(rank, attached=True)
+
+
+def plain_loader(rank: int) -> Any:
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    cannikin.HeteroDataParallel(net, optimizer, loader=torch.utils.data.DataLoader(Sized([1, 2])))
+
+
 CASES = {
     case.__name__: case
     for case in (
@@ -183,6 +240,12 @@ CASES = {
         own_streams_of_tokens,
         own_streams_resumed,
         own_stream_without_samples,
+        sampler_by_rank,
+        sampler_of_all,
+        dataset_by_rank,
+        loader_first,
+        attached_after,
+        plain_loader,
     )
 }
 

@@ -14,7 +14,19 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+    get_worker_info,
+)
 
 from cannikin.core.ordering import NUM_STORED
 from cannikin.core.policies.plans import make_plan
@@ -23,6 +35,7 @@ from cannikin.errors import InvalidInputError, StateError
 from cannikin.runtime.loader import HeteroBatchSampler, HeteroDataLoader
 from cannikin.runtime.passes import epoch_order
 from cannikin.runtime.step import BatchEntry, BatchSource
+from cannikin.runtime.streams import list_fingerprint
 
 Script = Sequence[Sequence[int]]  # the local batches of each step, taken in turn
 FEEDS: weakref.WeakKeyDictionary[HeteroDataLoader, ScriptedFeed] = weakref.WeakKeyDictionary()
@@ -40,6 +53,7 @@ class ScriptedFeed:
         self.epochs_begun = self.epochs_ended = 0
         self.num_own_steps = 0  # that some rank has samples of, where each has a stream of its own
         self.gave_up = False
+        self.alike = True  # whether ranks have the same samples
         self.job: Job | None = None
         self.settings: dict[str, int] = {}
         self._script = script
@@ -74,6 +88,9 @@ class ScriptedFeed:
 
     def refuse(self, error: Exception) -> None:
         pass
+
+    def agrees(self, number: int) -> bool:
+        return self.alike
 
     def end_epoch(self) -> None:
         self.epochs_ended += 1
@@ -160,6 +177,7 @@ def scripts(num_ranks: int) -> st.SearchStrategy[Script]:
 
 any_script = st.integers(1, 5).flatmap(scripts)
 quick = settings(max_examples=200, deadline=None)
+quicker = settings(max_examples=50, deadline=None)
 
 
 # Exactly once
@@ -601,6 +619,161 @@ def test_an_empty_stream_makes_no_step():
     assert [list(loader) for loader in build_all(Stream(0), [(3, 1)])] == [[], []]
 
 
+# A sampler
+
+
+class Curriculum:
+    """Indices from the shortest sample on, the epoch's first ones last; it keeps a count of its passes."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.epoch, self.num_passes = length, 0, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"num_passes": self.num_passes}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.num_passes = state["num_passes"]
+
+    def __iter__(self) -> Iterator[int]:
+        self.num_passes += 1
+        return iter([(index + self.epoch + 10 * self.num_passes) % self.length for index in range(self.length)])
+
+
+@quicker
+@given(script=any_script, length=st.integers(1, 60))
+def test_a_sampler_gives_the_order_over_all_ranks(script, length):
+    order = [(7 * index) % 60 for index in range(length)]
+    loaders = build_all(Numbers(60), script, sampler=order)
+    assert len(loaders[0].sampler) == length, "which need not be that of the dataset"
+    assert flat(steps_of(loaders)) == order
+    assert flat(steps_of(loaders)) == order, "again in the next epoch"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: WeightedRandomSampler(torch.arange(1.0, 41.0), 50),
+        lambda: RandomSampler(Numbers(40)),
+        lambda: RandomSampler(Numbers(40), replacement=True, num_samples=30),
+    ],
+)
+def test_ranks_that_draw_from_other_random_numbers_get_one_order_from_a_sampler(make):
+    orders = []
+    for rank in (0, 1):
+        torch.manual_seed(rank)
+        loader = build(Numbers(40), [(1,)], sampler=make(), batch_size=2, seed=3)
+        orders.append([flat(loader), flat(loader)])
+    assert orders[0] == orders[1]
+    assert orders[0][0] != orders[0][1], "another one in each epoch"
+
+
+def test_a_sampler_resumes_where_it_was():
+    torch.manual_seed(0)
+    weights = torch.arange(1.0, 41.0)
+    whole = flat(build(Numbers(40), [(4,)], sampler=WeightedRandomSampler(weights, 50)))
+    loader = build(Numbers(40), [(4,)], sampler=WeightedRandomSampler(weights, 50))
+    before = flat(steps_of([loader], 3))
+    resumed = build(Numbers(40), [(5,)], sampler=WeightedRandomSampler(weights, 50))
+    resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    assert before + flat(steps_of([resumed])) == whole
+
+
+def test_a_sampler_with_a_state_goes_on_from_that_of_its_pass():
+    loader = build(Numbers(40), [(4,)], sampler=Curriculum(40))
+    first, second = flat(steps_of([loader])), flat(steps_of([loader], 2))
+    state = json.loads(json.dumps(loader.state_dict()))
+    assert state["sampler"] == {"num_passes": 1}, "as it was before the pass that is to be resumed"
+    resumed = build(Numbers(40), [(4,)], sampler=Curriculum(40))
+    resumed.load_state_dict(state)
+    second += flat(steps_of([resumed]))
+    assert first == [(index + 10) % 40 for index in range(40)]
+    assert second == [(index + 1 + 20) % 40 for index in range(40)], "epoch 1, second pass"
+
+
+def test_a_sampler_without_a_length_gives_a_loader_without_one():
+    loader = build(Numbers(10), [(4,)], sampler=Curriculum(10))
+    with pytest.raises(TypeError, match="or a sampler, without a length"):
+        len(loader)
+    with pytest.raises(TypeError, match="or a sampler, without a length"):
+        len(loader.sampler)
+    assert len(list(loader)) == 3
+
+
+# Before the model
+
+
+def test_a_loader_may_be_built_before_its_model():
+    loader = HeteroDataLoader(Numbers(10), batch_size=4, shuffle=False, collate_fn=as_list)
+    assert (len(loader), loader.epoch, loader.dataset.length, loader.batch_size) == (3, 0, 10, 4)
+    loader.sampler.set_epoch(2)
+    loader.load_state_dict({**loader.state_dict(), "position": 4})
+    with pytest.raises(InvalidInputError, match=r"no model yet: .*model=model.*loader=loader"):
+        iter(loader)
+    loader.bind(ScriptedFeed([(4,)]))
+    assert list(loader) == [[4, 5, 6, 7], [8, 9]]
+    assert loader.epoch == 3
+    with pytest.raises(InvalidInputError, match="this loader has a model already"):
+        loader.bind(ScriptedFeed([(4,)]))
+
+
+def test_what_is_read_from_a_dataloader_can_be_read():
+    plain = DataLoader(Numbers(10), batch_size=4)
+    loader = build(Numbers(10), [(4,)], collate_fn=None, num_workers=2, drop_last=True)
+    assert (loader.num_workers, loader.drop_last) == (2, True)
+    names = ("pin_memory", "timeout", "worker_init_fn", "generator", "persistent_workers", "multiprocessing_context")
+    assert all(getattr(loader, name) == getattr(plain, name) for name in names)
+    assert build(Numbers(10), [(4,)], collate_fn=as_list).collate_fn is as_list
+    assert HeteroDataLoader(Numbers(10), batch_size=4).collate_fn is default_collate
+    assert len(loader.sampler) == 10
+    assert len(loader.batch_sampler) == 2
+    loader.sampler.set_epoch(5)
+    assert loader.epoch == 5
+    with pytest.raises(InvalidInputError, match="iterate over the loader"):
+        iter(loader.sampler)
+    with pytest.raises(AttributeError, match="'HeteroDataLoader' object has no attribute 'batchsize'"):
+        _ = loader.batchsize
+
+
+# The same dataset on every rank
+
+
+class Files(Numbers):
+    def __init__(self, files: list, folder: str = "/data") -> None:
+        super().__init__(len(files))
+        self.files = [f"{folder}/{name}.png" for name in files]
+        self.resolution = object()
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (Files(range(0, 10, 2)), Files(range(1, 10, 2))),
+        (TensorDataset(torch.arange(9)[::3]), TensorDataset(torch.arange(9)[1::3])),
+        (Subset(Numbers(9), [0, 3, 6]), Subset(Numbers(9), [1, 4, 7])),
+        (Files([1, 2]), Files([2, 1])),
+    ],
+)
+def test_a_dataset_that_is_split_by_rank_is_known_by_its_lists(one, other):
+    assert len(one) == len(other)
+    assert list_fingerprint(one) == list_fingerprint(one)
+    assert list_fingerprint(one) != list_fingerprint(other)
+
+
+def test_the_same_files_in_other_folders_are_the_same_dataset():
+    assert list_fingerprint(Files(range(200))) == list_fingerprint(Files(range(200), "/local/rank1"))
+    assert list_fingerprint(range(5)) == list_fingerprint(range(5, 10)), "nothing to see"
+
+
+def test_rank_0_warns_of_a_dataset_that_is_another_on_other_ranks():
+    feed = ScriptedFeed([(4,)])
+    feed.alike = False
+    with pytest.warns(RuntimeWarning, match="the dataset's samples differ between ranks"):
+        HeteroDataLoader(Numbers(10), model=feed, batch_size=4)
+
+
 # Bad input
 
 
@@ -614,7 +787,12 @@ def test_an_empty_stream_makes_no_step():
         ({"batch_size": 4.0}, r"batch_size=4\.0 must be a whole number"),
         ({"local_batches": [3, 2]}, "sum to 5, not batch_size=4"),
         ({"local_bounds": (1, 1)}, "outside what the 2 ranks can hold, 2 to 2"),
-        ({"sampler": [0, 1]}, "takes no sampler: .*Subset"),
+        ({"sampler": BatchSampler([0, 1], 2, False)}, "sampler is a BatchSampler: give a Sampler or a list of single"),
+        ({"sampler": iter([0, 1])}, "sampler is a list_iterator: .* once per epoch"),
+        ({"sampler": 3}, "sampler is a int"),
+        ({"sampler": [0, 1], "shuffle": True}, "sampler beside shuffle=True"),
+        ({"sampler": [0, 1], "data": Stream(9)}, "sampler beside an iterable dataset"),
+        ({"sampler": DistributedSampler(range(9), 2, 0)}, "sampler is a DistributedSampler, .*: leave it out"),
         ({"batch_sampler": [[0, 1]]}, "takes no batch_sampler: .*HeteroBatchSampler"),
         ({"in_order": False}, "in_order=False"),
         ({"sharded": True}, "sharded=True is for iterable datasets"),
@@ -632,7 +810,7 @@ def test_bad_arguments_are_refused_before_other_ranks_are_asked(keywords, messag
     assert feed.job is None
 
 
-@pytest.mark.parametrize("model", [torch.nn.Linear(1, 1), None, SimpleNamespace(engine=3)])
+@pytest.mark.parametrize("model", [torch.nn.Linear(1, 1), SimpleNamespace(engine=3)])
 def test_a_model_without_an_engine_is_refused(model):
     message = r"has no cannikin engine: pass the cannikin\.HeteroDataParallel .* cannikin\.attach"
     with pytest.raises(InvalidInputError, match=message):

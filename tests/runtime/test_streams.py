@@ -32,6 +32,7 @@ def told():
         ("unequal_with_workers", 4),
         ("unequal_under_no_weighting", 4),
         ("unequal_in_the_last_batch", 5),
+        ("sampler_by_rank", 0),
     ],
 )
 def test_every_rank_stops_at_the_step_at_which_streams_differ(told, case, step):
@@ -96,8 +97,29 @@ def test_a_rank_without_samples_stops_all(told):
     assert "has no sample" in told[0]["own_stream_without_samples"].text
 
 
+def test_a_sampler_that_draws_at_random_gives_all_ranks_one_order(told):
+    batches = values(told, "sampler_of_all")
+    assert sorted(number for samples in batches for part in samples for number in part) == list(range(LENGTH))
+
+
+def test_a_dataset_of_each_ranks_own_part_is_warned_of_once(told):
+    zero, one = values(told, "dataset_by_rank")
+    assert [warned.text[:47] for warned in zero] == ["the dataset's samples differ between ranks: ind"]
+    assert one == []
+
+
+@pytest.mark.parametrize("case", ["loader_first", "attached_after"])
+def test_a_model_takes_a_loader_that_was_there_before(told, case):
+    assert sorted(number for seen in values(told, case) for number in seen) == list(range(LENGTH))
+
+
+def test_only_loaders_of_ours_can_be_given_to_a_model(told):
+    for answers in told:
+        assert "loader is a DataLoader: give a cannikin.HeteroDataLoader" in answers["plain_loader"].text
+
+
 def test_every_case_is_looked_at():
-    assert len(CASES) == 16
+    assert len(CASES) == 22
 
 
 # Fingerprints

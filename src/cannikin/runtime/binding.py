@@ -49,6 +49,15 @@ def check_owner(optimizers: Sequence[torch.optim.Optimizer], loop: Loop) -> None
         )
 
 
+def give_loader(loader: Any, engine: object) -> None:
+    """Bind a loader that was built before its model."""
+    if not callable(getattr(loader, "bind", None)):
+        raise InvalidInputError(
+            f"loader is a {type(loader).__name__}: give a cannikin.HeteroDataLoader that was built without model="
+        )
+    loader.bind(engine)
+
+
 def data_sheets(ranks: Sequence[RankInfo], module: torch.nn.Module) -> list[DataSheet]:
     """Return what is known of each rank's device before anything has run, with the room that this model leaves."""
     taken = state_bytes(module)

@@ -20,7 +20,7 @@ from cannikin.core.lr import Progress, rule_name
 from cannikin.core.values import Job, Plan
 from cannikin.errors import BatchMatchError, InvalidInputError, StateError
 from cannikin.runtime.across import Together, gather_rows, mean_over_ranks
-from cannikin.runtime.binding import check_agreement, check_owner, data_sheets, make_planner, policy_name
+from cannikin.runtime.binding import check_agreement, check_owner, data_sheets, give_loader, make_planner, policy_name
 from cannikin.runtime.coordinator import Coordinator, Unplanned
 from cannikin.runtime.device import find_device
 from cannikin.runtime.drawing import Draws
@@ -86,6 +86,8 @@ class Engine:
         self.loop.register(ddp)
         weakref.finalize(self, end_run, self._recorder, self.loop.queue, self.loop.memory, self.rank)
         pause_at_exit()
+        if options.get("loader") is not None:
+            give_loader(options["loader"], self)
 
     # What a loader needs before it is bound; then it has the loop.
 
@@ -107,6 +109,10 @@ class Engine:
     def refuse(self, error: Exception) -> None:
         """Tell the other ranks, which wait in `bind`, that this one cannot build its loader."""
         self._exchange.refuse(error)
+
+    def agrees(self, number: int) -> bool:
+        """Return whether all ranks, which must all ask, have the same number."""
+        return self._exchange.agrees(number)
 
     def bind(self, source: BatchSource, job: Job, settings: dict[str, int]) -> Loop:
         """Take this loader as the source of batches, after checking that all ranks agree on it.

@@ -7,35 +7,59 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    default_collate,
+)
 
-from cannikin.core.cutting import Bookmark, whole_number
+from cannikin.core.cutting import Bookmark, num_steps, whole_number
 from cannikin.errors import InvalidInputError
 from cannikin.runtime.engine import Engine
+from cannikin.runtime.loop import Loop
 from cannikin.runtime.options import DataLoaderOptions, LoaderOptions, check_names
 from cannikin.runtime.passes import CutStep, IndexSource, Passes, Source, engine_of, job_of, refusing
 from cannikin.runtime.step import BatchEntry
-from cannikin.runtime.streams import CommonStream, OwnStream
+from cannikin.runtime.streams import CommonStream, OwnStream, list_fingerprint
 
 ADVICE = {
-    "sampler": "the order of samples is set by shuffle and seed and shared by all ranks; to choose samples, wrap the "
-    "dataset in torch.utils.data.Subset",
     "batch_sampler": "the plan decides how many samples each rank gets; to keep a DataLoader of your own, give it a "
     "cannikin.HeteroBatchSampler",
 }
 # Of a stream, what happens after samples are read: in this process, once it is known how many are this rank's.
 AFTER_READING = ("collate_fn", "pin_memory", "pin_memory_device")
+# What scripts and frameworks read from a DataLoader, with its defaults.
+READ: dict[str, Any] = {
+    "num_workers": 0,
+    "drop_last": False,
+    "collate_fn": default_collate,
+    "pin_memory": False,
+    "pin_memory_device": "",
+    "timeout": 0,
+    "worker_init_fn": None,
+    "multiprocessing_context": None,
+    "generator": None,
+    "prefetch_factor": None,
+    "persistent_workers": False,
+}
+NO_LENGTH = "an iterable dataset, or a sampler, without a length gives a loader without one"
 
 
 class _OverPasses:
     """What a loader and a sampler say of the passes that they make over the data."""
 
+    _bookmark: Bookmark
     _passes: Passes
 
     def __len__(self) -> int:
@@ -45,11 +69,11 @@ class _OverPasses:
     @property
     def epoch(self) -> int:
         """The epoch underway; between passes the one that the next `iter()` begins."""
-        return self._passes.bookmark.epoch
+        return self._bookmark.epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` the one that the next `iter()` begins; a loaded position in that epoch is kept."""
-        self._passes.bookmark.set_epoch(epoch)
+        self._bookmark.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where in the data training is, in plain numbers, the same on every rank.
@@ -57,11 +81,11 @@ class _OverPasses:
         A loader counts batches yielded, a sampler batches cut. After a loop was broken off, it still says where: a run
         resumed from it goes on with that epoch.
         """
-        return self._passes.bookmark.state_dict()
+        return self._bookmark.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned, on any number of ranks: the next `iter()` begins at the next sample."""
-        self._passes.bookmark.load_state_dict(state)
+        self._bookmark.load_state_dict(state)
 
 
 class HeteroDataLoader(_OverPasses):
@@ -85,49 +109,148 @@ class HeteroDataLoader(_OverPasses):
     collation is in this process. `set_epoch` of the dataset is called where it has one. A resumed pass reads and skips
     what was consumed; with `sharded` on as many ranks as before.
 
+    A `sampler` gives the order over all ranks, of which the plan cuts batches: weighted, by length, a curriculum. The
+    random numbers that it draws from torch, Python and numpy depend on `seed` and the epoch alone; `set_epoch`,
+    `state_dict` and `load_state_dict` of it are called where it has them.
+
     Args:
         dataset: map-style, or an IterableDataset.
-        model: the HeteroDataParallel that trains on it, or the engine `cannikin.attach` returned.
         batch_size: the *total* batch over all ranks at the start.
-        **options: see `LoaderOptions`, and `item_count`: `item_count(batch)` is the batch's weight in items, such as
-            tokens, where the loss is a mean over those. All other keywords are passed on to torch's DataLoader:
+        model: the HeteroDataParallel that trains on it, or the engine `cannikin.attach` returned. Where the model is
+            made later, leave it out and give it the loader: `HeteroDataParallel(net, optimizer, loader=loader)`.
+        **options: see `LoaderOptions` and `DataLoaderOptions`. All other keywords are passed on to torch's DataLoader:
             `num_workers`, `collate_fn`, `pin_memory`, `persistent_workers`, `prefetch_factor`, `generator` (which seeds
             workers) and what else it takes.
     """
 
-    def __init__(self, dataset: Any, *, model: object, batch_size: int, **options: Unpack[DataLoaderOptions]) -> None:
-        engine = engine_of(model)
+    def __init__(
+        self, dataset: Any, *, batch_size: int, model: object = None, **options: Unpack[DataLoaderOptions]
+    ) -> None:
+        engine = None if model is None else engine_of(model)
         with refusing(engine):
-            own, kwargs = _parted(options)
+            self._options, self._kwargs = _parted(options)
             self.item_count: Callable[[Any], float] | None = options.get("item_count")
             if self.item_count is not None and not callable(self.item_count):
                 raise InvalidInputError(f"item_count={self.item_count!r} must be a callable that takes a batch")
-            self.sharded = _is_own(dataset, own, engine.world_size)
-            num_samples = None if self.sharded else _length(dataset)
-            job = job_of(engine, num_samples, batch_size, own)
             self.dataset = dataset
-            self.batch_size = job.batch_size
+            self.batch_size = whole_number("batch_size", batch_size, low=1)
             self.is_padding = False
-            seed, drop_last = own.get("seed", 0), own.get("drop_last", False)
-            shuffle = _shuffled(dataset, own.get("shuffle"))
-            bookmark = Bookmark(num_samples=num_samples, seed=seed, shuffle=shuffle, sharded=self.sharded)
-            fetched: Dataset[Any] = dataset
-            source: Source = IndexSource(num_samples or 0, seed=seed, shuffle=shuffle)
-            if isinstance(dataset, IterableDataset):
-                tagged = engine.world_size > 1 and own.get("sharded") is None
-                source, kwargs = _stream(dataset, kwargs, engine, own=self.sharded, seed=seed, tagged=tagged)
+            self.sharded = _is_own(dataset, self._options)
+            self._order = _order(dataset, options)
+            self._num_samples = None if self.sharded else _length(dataset, self._order)
+            seed, shuffle = options.get("seed", 0), self._order is None and _shuffled(dataset, options.get("shuffle"))
+            self._bookmark = Bookmark(num_samples=self._num_samples, seed=seed, shuffle=shuffle, sharded=self.sharded)
+            self._shuffle, self._seed = shuffle, seed
+            self._read = {name: options.get(name, default) for name, default in READ.items()}
+        self._feed: Loop | None = None
+        if engine is not None:
+            self.bind(engine)
+
+    def bind(self, model: object) -> None:
+        """Give a loader that was built without `model` the one that trains on it, on every rank.
+
+        `HeteroDataParallel(net, optimizer, loader=loader)` and `attach(ddp, optimizer, loader=loader)` do so.
+        """
+        engine = engine_of(model)
+        with refusing(engine):
+            if self._feed is not None:
+                raise InvalidInputError("this loader has a model already: build a HeteroDataLoader for each model")
+            job = job_of(engine, self._num_samples, self.batch_size, self._options)
+            kwargs, drop_last = self._kwargs, self._options.get("drop_last", False)
+            fetched: Dataset[Any] = self.dataset
+            self._source: Source = IndexSource(self._num_samples or 0, seed=self._seed, shuffle=self._shuffle)
+            if self._order is not None:
+                several = engine.world_size > 1
+                self._source = CommonStream(self._order, self._order, seed=self._seed, generator=None, tagged=several)
+            elif isinstance(self.dataset, IterableDataset):
+                self._source, kwargs = self._stream(engine)
                 fetched = _AsRead()
-            self._passes = Passes(engine, source, bookmark=bookmark, num_samples=num_samples, drop_last=drop_last)
-            self._sampler = _NotedSampler(self._passes)
-            self._loader = DataLoader(fetched, batch_sampler=self._sampler, **kwargs)
+            bookmark, num_samples = self._bookmark, self._num_samples
+            self._passes = Passes(engine, self._source, bookmark=bookmark, num_samples=num_samples, drop_last=drop_last)
+            self._cuts = _NotedSampler(self._passes)
+            self._loader = DataLoader(fetched, batch_sampler=self._cuts, **kwargs)
         self._feed = self._passes.bind(self, job)
+        self._warn_if_parted(engine)
+
+    def _stream(self, engine: Engine) -> tuple[Source, dict[str, Any]]:
+        """Return where the steps of a stream come from, and which keywords are left for what happens after reading."""
+        reading = {name: value for name, value in self._kwargs.items() if name not in AFTER_READING}
+        after = {name: value for name, value in self._kwargs.items() if name in AFTER_READING}
+        generator = None
+        if not self.sharded and reading.get("generator") is None:
+            generator = reading["generator"] = torch.Generator()
+        reader: Any = DataLoader(self.dataset, batch_size=None, collate_fn=_unchanged, **reading)
+        if self.sharded:
+            return OwnStream(self.dataset, reader, rank=engine.rank, num_ranks=engine.world_size), after
+        tagged = engine.world_size > 1 and self._options.get("sharded") is None
+        return CommonStream(self.dataset, reader, seed=self._seed, generator=generator, tagged=tagged), after
+
+    def _warn_if_parted(self, engine: Engine) -> None:
+        """Say so where ranks have lists of different samples, as those that each took its part of."""
+        if isinstance(self.dataset, IterableDataset) or engine.agrees(list_fingerprint(self.dataset)):
+            return
+        if engine.rank == 0:
+            warnings.warn(
+                "the dataset's samples differ between ranks: index 7, say, must be the same sample on every rank, of "
+                "which the plan gives each its own; take out a split by rank and sort what is listed from folders, or "
+                "some samples are never trained on. Random data of each rank's own is no harm",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+    def __len__(self) -> int:
+        if self._feed is not None:
+            return super().__len__()
+        if self._num_samples is None:
+            raise TypeError(NO_LENGTH)
+        return num_steps(self._num_samples, self.batch_size, drop_last=self.drop_last)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where in the data training is, and what a sampler says of itself; the same on every rank."""
+        state = super().state_dict()
+        if hasattr(self._order, "state_dict"):
+            begun = self._source.begun if state["position"] and isinstance(self._source, CommonStream) else None
+            state["sampler"] = self._order.state_dict() if begun is None else begun
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned: the next `iter()` begins at the next sample."""
+        super().load_state_dict(state)
+        if "sampler" in state and hasattr(self._order, "load_state_dict"):
+            self._order.load_state_dict(state["sampler"])
+
+    @property
+    def sampler(self) -> Order:
+        """The order of samples, for scripts that call `loader.sampler.set_epoch(epoch)`."""
+        return Order(self, self._num_samples)
+
+    @property
+    def batch_sampler(self) -> Sampler[list[Any]]:
+        """What cuts this rank's batches, once the loader has a model; to be looked at, not iterated over."""
+        self._bound()
+        return self._cuts
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a setting as it is read from a DataLoader, such as `num_workers`."""
+        if name in READ and "_read" in vars(self):
+            return self._read[name]
+        raise AttributeError(f"'HeteroDataLoader' object has no attribute {name!r}")
+
+    def _bound(self) -> Loop:
+        if self._feed is None:
+            raise InvalidInputError(
+                "this loader has no model yet: give it one, HeteroDataLoader(..., model=model), or give it to the "
+                "model, HeteroDataParallel(net, optimizer, loader=loader) or attach(ddp, optimizer, loader=loader)"
+            )
+        return self._feed
 
     def __iter__(self) -> Iterator[Any]:
+        self._bound()
         self._check_free()
         return self._pass()
 
     def _check_free(self) -> None:
-        if self._passes.bookmark.underway:
+        if self._bookmark.underway:
             raise InvalidInputError(
                 f"this loader is already in a pass over epoch {self.epoch}, and ranks take steps together: finish "
                 "that loop, break it off or close() its iterator first"
@@ -135,34 +258,34 @@ class HeteroDataLoader(_OverPasses):
 
     def _pass(self) -> Iterator[Any]:
         self._check_free()
-        notes = self._sampler.start()
-        self._feed.begin_epoch(self._passes.bookmark.next.epoch, self._passes.bookmark.next.position)
+        feed, notes = self._bound(), self._cuts.start()
+        feed.begin_epoch(self._bookmark.next.epoch, self._bookmark.next.position)
         try:
             start_s, batches = time.perf_counter(), iter(self._loader)
             while True:
                 try:
                     batch = next(batches)
                 except StopIteration:
-                    if self._passes.source.tagged:
-                        self._feed.end_stream()
+                    if self._source.tagged:
+                        feed.end_stream()
                     break
                 except Exception:
-                    if self._passes.source.tagged or self.sharded:
-                        self._feed.give_up()
+                    if self._source.tagged or self.sharded:
+                        feed.give_up()
                     raise
                 step = notes.popleft()
                 entry = replace(step.entry, load_s=time.perf_counter() - start_s, loaded_alone=not self.prefetch_depth)
-                if not self._feed.hand_out(self._weighed(entry, batch), batch):
+                if not feed.hand_out(self._weighed(entry, batch), batch):
                     break
-                self._passes.bookmark.advance(step.position, step.shards)
+                self._bookmark.advance(step.position, step.shards)
                 self.is_padding = step.entry.is_padding
                 yield batch
                 start_s = time.perf_counter()
-            self._passes.bookmark.finish()
-            self._feed.complete_epoch()
+            self._bookmark.finish()
+            feed.complete_epoch()
         finally:
-            self._passes.bookmark.end()
-            self._feed.end_epoch()
+            self._bookmark.end()
+            feed.end_epoch()
 
     def _weighed(self, entry: BatchEntry, batch: Any) -> BatchEntry:
         if self.item_count is None:
@@ -220,9 +343,9 @@ class HeteroBatchSampler(_OverPasses, Sampler[list[int]]):
             seed, drop_last = options.get("seed", 0), options.get("drop_last", False)
             shuffle = options.get("shuffle")
             shuffle = shuffle is None or bool(shuffle)
-            bookmark = Bookmark(num_samples=num_samples, seed=seed, shuffle=shuffle)
+            self._bookmark = Bookmark(num_samples=num_samples, seed=seed, shuffle=shuffle)
             source = IndexSource(num_samples, seed=seed, shuffle=shuffle)
-            self._passes = Passes(engine, source, bookmark=bookmark, num_samples=num_samples, drop_last=drop_last)
+            self._passes = Passes(engine, source, bookmark=self._bookmark, num_samples=num_samples, drop_last=drop_last)
             self._pass: object = None
         self._feed = self._passes.bind(self, job)
 
@@ -230,26 +353,51 @@ class HeteroBatchSampler(_OverPasses, Sampler[list[int]]):
         if self._pass is not None:
             self._feed.end_epoch()
         this_pass = self._pass = object()
-        place = self._passes.bookmark.next
+        place = self._bookmark.next
         self._feed.begin_epoch(place.epoch, place.position)
         try:
             for step, indices in self._passes.steps():
                 self._feed.hand_out(step.entry)
-                self._passes.bookmark.advance(step.position)
+                self._bookmark.advance(step.position)
                 yield indices
                 if self._pass is not this_pass:
                     raise InvalidInputError("this pass was ended by a later iter() over the sampler: use that one")
-            self._passes.bookmark.finish()
+            self._bookmark.finish()
         finally:
             if self._pass is this_pass:
                 self._pass = None
-                self._passes.bookmark.end()
+                self._bookmark.end()
                 self._feed.end_epoch()
 
     @property
     def sampler(self) -> HeteroBatchSampler:
         """Itself: frameworks look for `set_epoch` on `batch_sampler.sampler`."""
         return self
+
+
+class Order(Sampler[Any]):
+    """The order of a loader's samples, as far as scripts look at `loader.sampler`.
+
+    Args:
+        loader: whose order it is.
+        num_samples: samples of an epoch on all ranks, None where that is not known.
+    """
+
+    def __init__(self, loader: HeteroDataLoader, num_samples: int | None) -> None:
+        self._loader = loader
+        self._num_samples = num_samples
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make `epoch` the one that the loader's next `iter()` begins."""
+        self._loader.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        if self._num_samples is None:
+            raise TypeError(NO_LENGTH)
+        return self._num_samples
+
+    def __iter__(self) -> Iterator[Any]:
+        raise InvalidInputError("the order of samples is cut into batches by the plan: iterate over the loader")
 
 
 class _NotedSampler(Sampler[list[Any]]):
@@ -288,27 +436,12 @@ def _unchanged(sample: Any) -> Any:
     return sample
 
 
-def _stream(
-    dataset: Any, kwargs: dict[str, Any], engine: Engine, *, own: bool, seed: int, tagged: bool
-) -> tuple[Source, dict[str, Any]]:
-    """Return where the steps of a stream come from, and which keywords are left for what happens after reading."""
-    reading = {name: value for name, value in kwargs.items() if name not in AFTER_READING}
-    after = {name: value for name, value in kwargs.items() if name in AFTER_READING}
-    generator = None
-    if not own and reading.get("generator") is None:
-        generator = reading["generator"] = torch.Generator()
-    reader = DataLoader(dataset, batch_size=None, collate_fn=_unchanged, **reading)
-    if own:
-        return OwnStream(dataset, reader, rank=engine.rank, num_ranks=engine.world_size), after
-    return CommonStream(dataset, reader, seed=seed, generator=generator, tagged=tagged), after
-
-
 def _parted(options: DataLoaderOptions) -> tuple[DataLoaderOptions, dict[str, Any]]:
     """Part what is ours from what torch's DataLoader gets; refuse what neither takes."""
     for name, advice in ADVICE.items():
         if options.get(name) is not None:
             raise InvalidInputError(f"HeteroDataLoader takes no {name}: {advice}")
-    own = ("model", "batch_size", "item_count", "sharded", *LoaderOptions.__annotations__)
+    own = ("model", "batch_size", "item_count", "sampler", "sharded", *LoaderOptions.__annotations__)
     check_names("HeteroDataLoader", own, DataLoader, options)
     if not options.get("in_order", True):
         raise InvalidInputError("in_order=False: batches must come in the order of steps, which all ranks share")
@@ -316,18 +449,42 @@ def _parted(options: DataLoaderOptions) -> tuple[DataLoaderOptions, dict[str, An
     return ours, {name: value for name, value in options.items() if name not in own}
 
 
-def _length(dataset: Any) -> int | None:
-    if isinstance(dataset, IterableDataset):
-        try:
-            return len(dataset)  # type: ignore[arg-type]  # it has one or raises
-        except (TypeError, NotImplementedError):
-            return None
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+def _length(dataset: Any, order: Any) -> int | None:
+    """Return the samples of an epoch over all ranks; None where that is not known."""
+    streams = isinstance(dataset, IterableDataset)
+    if not streams and (not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__")):
         raise InvalidInputError(
             f"dataset is a {type(dataset).__name__}: it must have __len__ and __getitem__, or be a "
             "torch.utils.data.IterableDataset; put a generator into one of those"
         )
-    return len(dataset)
+    if order is None and not streams:
+        return len(dataset)
+    try:
+        return len(dataset if order is None else order)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _order(dataset: Any, options: DataLoaderOptions) -> Any:
+    """Return the user's sampler; None where there is none, and refuse what is not an order over all ranks."""
+    sampler = options.get("sampler")
+    if sampler is None:
+        return None
+    kind = type(sampler).__name__
+    if isinstance(sampler, DistributedSampler):
+        raise InvalidInputError(
+            f"sampler is a {kind}, which gives each rank a part of the same size: leave it out, the loader shuffles "
+            "and the plan gives each rank its part; loader.sampler.set_epoch() is still there"
+        )
+    if isinstance(sampler, BatchSampler) or not hasattr(sampler, "__iter__") or isinstance(sampler, Iterator):
+        raise InvalidInputError(
+            f"sampler is a {kind}: give a Sampler or a list of single indices, the order of samples over all ranks, "
+            "which can be gone through once per epoch; the plan cuts batches"
+        )
+    if isinstance(dataset, IterableDataset) or options.get("shuffle"):
+        other = "an iterable dataset" if isinstance(dataset, IterableDataset) else "shuffle=True"
+        raise InvalidInputError(f"sampler beside {other}: only one of them can order the samples; leave one out")
+    return sampler
 
 
 def _shuffled(dataset: Any, shuffle: bool | None) -> bool:
@@ -339,7 +496,7 @@ def _shuffled(dataset: Any, shuffle: bool | None) -> bool:
     return False
 
 
-def _is_own(dataset: Any, options: DataLoaderOptions, world_size: int) -> bool:
+def _is_own(dataset: Any, options: DataLoaderOptions) -> bool:
     """Return whether each rank's stream is its own; refuse what cannot be."""
     sharded, streams = options.get("sharded"), isinstance(dataset, IterableDataset)
     if sharded and not streams:
@@ -347,12 +504,12 @@ def _is_own(dataset: Any, options: DataLoaderOptions, world_size: int) -> bool:
             "sharded=True is for iterable datasets: give every rank the whole dataset, of which the plan cuts each "
             "rank's batches, without a split by rank"
         )
-    if sharded is False and world_size > 1 and _says_sharded(dataset):
+    if sharded is False and _says_sharded(dataset):
         raise InvalidInputError(
             "sharded=False, but the iterable dataset is divided by rank: leave sharded= out, or give every rank the "
             "same stream (no split_dataset_by_node, nodesplitter=None)"
         )
-    own = bool(sharded) or (streams and world_size > 1 and _says_sharded(dataset))
+    own = bool(sharded) or (streams and _says_sharded(dataset))
     if own and options.get("drop_last"):
         raise InvalidInputError(
             "drop_last=True where each rank's stream is its own: the streams end at different steps, and a rank whose "

@@ -32,6 +32,7 @@ class Options(TypedDict, total=False):
         warmup_steps: length of LEGW's warm-up at the initial batch, 0 by default.
         follows: another model, or its engine, whose batches, plan and learning-rate factors this one shares, such as a
             GAN's generator; this one then has no loader, and may run and step any number of times per batch.
+        loader: a `HeteroDataLoader` that was built before the model, without `model=`.
         grad_scaler: the `torch.amp.GradScaler` in use, if any.
         comm_wrapper: DDP's `fp16_compress_wrapper` or `bf16_compress_wrapper`.
         observers: told of every window, plan and event, on rank 0.
@@ -45,6 +46,7 @@ class Options(TypedDict, total=False):
     lr_rule: str | LrRule | Sequence[str | LrRule]
     warmup_steps: float
     follows: Any
+    loader: Any
     grad_scaler: Any
     comm_wrapper: Any
     observers: Sequence[Observer]

@@ -38,12 +38,13 @@ def engine_of(model: object) -> Engine:
 
 
 @contextmanager
-def refusing(engine: Engine) -> Iterator[None]:
+def refusing(engine: Engine | None) -> Iterator[None]:
     """Let an error of this rank alone reach the others, which wait for it in `bind`, before it is raised here."""
     try:
         yield
     except Exception as error:
-        engine.refuse(error)
+        if engine is not None:
+            engine.refuse(error)
         raise
 
 
@@ -254,7 +255,7 @@ class Passes:
     def __len__(self) -> int:
         """Steps of the pass underway, or else of the next, with the plan in force for all that are not cut yet."""
         if self._num_samples is None:
-            raise TypeError("an iterable dataset without a length gives a loader without one")
+            raise TypeError("an iterable dataset, or a sampler, without a length gives a loader without one")
         cutter = self._cutter
         if self.bookmark.underway and cutter is not None and cutter.num_cut and cutter.plan is not None:
             return cutter.num_cut + self._steps_from(cutter.position, cutter.plan)

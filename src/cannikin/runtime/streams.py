@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, is_dataclass, replace
 from itertools import chain, islice
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,29 @@ def fingerprint(sample: Any) -> int:
     digest = hashlib.blake2b(digest_size=5)
     _tell(digest.update, sample, _DEPTH)
     return 1 + int.from_bytes(digest.digest(), "big")
+
+
+def list_fingerprint(dataset: Any) -> int:
+    """Return a number that stands for the lists in a dataset that have an entry per sample: files, labels, indices.
+
+    No sample is loaded, which may be slow and may open files that workers should. Folders are left out of names.
+    """
+    length, found = len(dataset), []
+    for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
+        for part in value if isinstance(value, tuple) else (value,):
+            if _is_list(part) and len(part) == length:
+                found.append((name, [_without_folder(entry) for entry in part[:: -(-length // _PARTS)]]))
+    return fingerprint(found)
+
+
+def _is_list(part: Any) -> bool:
+    return isinstance(part, list) or (isinstance(part, torch.Tensor | np.ndarray) and part.ndim > 0)
+
+
+def _without_folder(entry: Any) -> Any:
+    if isinstance(entry, tuple):
+        return tuple(_without_folder(part) for part in entry)
+    return PurePath(entry).name if isinstance(entry, str | PurePath) else entry
 
 
 def _tell(note: Callable[[bytes], None], value: Any, depth: int) -> None:
@@ -125,13 +149,14 @@ class CommonStream:
     """
 
     def __init__(
-        self, owner: object, reader: Iterable[Any], *, seed: int, generator: torch.Generator | None, tagged: bool
+        self, owner: Any, reader: Iterable[Any], *, seed: int, generator: torch.Generator | None, tagged: bool
     ) -> None:
         self._owner = owner
         self._reader = reader
         self._seed = seed
         self._generator = generator
         self.tagged = tagged
+        self.begun: Any = None  # the state of a sampler at the start of the pass
 
     def steps(self, state: EpochState, cutter: Cutter) -> Iterator[tuple[CutStep, list[Any]]]:
         """Yield the steps from `state` to the end of the stream."""
@@ -140,6 +165,8 @@ class CommonStream:
             randomness = nullcontext()
         if self._generator is not None:
             self._generator.manual_seed(_mixed(self._seed, state.epoch))
+        if self._owner is self._reader and hasattr(self._owner, "state_dict"):
+            self.begun = self._owner.state_dict()
         with randomness:
             stream = _open(self._owner, self._reader, state.epoch)
             _skip(stream, state.position)

@@ -348,6 +348,11 @@ class Exchange:
             told = ", ".join(f"{name}={settings[name]!r}" for name in wrong)
             raise DisagreementError(f"ranks disagree on {', '.join(wrong)}; rank {self.rank} has {told}: {advice}")
 
+    def agrees(self, number: int) -> bool:
+        """Return whether all ranks have the same number."""
+        table = self._gather_now(torch.tensor([number]))
+        return bool((table == table[0]).all())
+
     def refuse(self, error: Exception) -> None:
         """Tell the ranks in `check_agreement` why this one cannot go on, so that they raise too; the caller raises."""
         _log.error("rank %d: %s", self.rank, error)  # before waiting for ranks that may never come
