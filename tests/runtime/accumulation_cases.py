@@ -109,6 +109,26 @@ def passes_with_skipped_steps(rank: int) -> tuple[int, float]:
     return num_passes, model.progress
 
 
+def passes_with_second_forwards(rank: int) -> tuple[int, float]:
+    """Passes of `epochs(2)`, and progress, where each batch is trained on twice before its step, as SAM does."""
+    fail_on_warnings()
+    net = TinyNet()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    model = HeteroDataParallel(net, optimizer)
+    loader = HeteroDataLoader(Numbered(30), model=model, batch_size=6)
+    num_passes = 0
+    for _ in model.epochs(2):
+        for features, targets, _ in loader:
+            nn.functional.mse_loss(model(features), targets).backward()
+            optimizer.zero_grad()
+            model.use_batch()
+            nn.functional.mse_loss(model(features), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        num_passes += 1
+    return num_passes, model.progress
+
+
 class Growing(ScriptedPlanner):
     """Doubles the total batch and knows the noise: phi = 30."""
 

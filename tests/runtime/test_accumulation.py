@@ -26,6 +26,7 @@ CASES = {
     **{name: partial(cases.passes, loop=loop) for name, loop in LOOPS.items()},
     "drop_last": partial(cases.passes, loop=Piling(), num_samples=40, drop_last=True),
     "skipped steps": cases.passes_with_skipped_steps,
+    "second forwards": cases.passes_with_second_forwards,
     "grown, no_sync": partial(cases.grown, no_sync=True),
     "grown, reduced": partial(cases.grown, no_sync=False),
     "one cycle": partial(cases.schedule_to_the_goal, kind="one cycle"),
@@ -67,6 +68,10 @@ def test_a_pass_that_drops_its_last_batch_is_a_whole_one(told):
 
 def test_steps_that_a_scaler_skips_cost_no_pass_more(told):
     assert values(told, "skipped steps") == [(2, 8.0)] * 2
+
+
+def test_a_batch_that_is_trained_on_twice_for_one_step_counts_once(told):
+    assert values(told, "second forwards") == [(2, 10.0)] * 2
 
 
 @pytest.mark.parametrize("how", ["no_sync", "reduced"])

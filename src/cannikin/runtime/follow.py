@@ -48,9 +48,6 @@ class Follower(Loop):
         else:
             super()._watch_optimizer(optimizer)
 
-    def _forget_group(self, *_: Any) -> None:
-        self._group.clear()
-
     @property
     def in_hand(self) -> BatchEntry | None:
         """The batch that the loop is at."""

@@ -95,7 +95,8 @@ class Loop:
         self._cuts_batches = False  # the script uses micro_batches()
         self._sizes: set[int] = set()  # that steps were finished with
         self._unsynced = 0  # backward passes under no_sync whose gradients wait for the next synchronised one
-        self._group: list[StepInProgress] = []  # whose gradients have piled up since the optimizer's last step
+        self._group: list[StepInProgress] = []  # since the optimizer's last step, as far as their backward has begun
+        self._piled: list[StepInProgress] = []  # those whose gradients the parameters still have
         self._num_taken = 0
         self._has_skipped = False  # batches, and has said so
         self._num_unused: int | None = 0  # gradients that no optimizer step of ours has used; None after the first one
@@ -451,12 +452,19 @@ class Loop:
         """
         if step.accumulated:
             return
-        if self._group and not self._update.has_gradients():  # a step was skipped, or a batch thrown away
-            self._update.progress.forgone += self._worth().batches
-            self._group.clear()
-        step.take_norms = step.take_norms and all(is_alike(step, earlier) for earlier in self._group)
+        if self._piled and not self._update.has_gradients():
+            self._piled.clear()
+            if not step.entry.is_extra:  # a step was skipped, or a batch thrown away; else SAM trains on it again
+                self._update.progress.forgone += self._worth().batches
+                self._group.clear()
+        step.take_norms = step.take_norms and all(is_alike(step, earlier) for earlier in self._piled)
         self._group.append(step)
-        step.accumulated = len(self._group)
+        self._piled.append(step)
+        step.accumulated = len(self._piled)
+
+    def _forget_group(self, *_: Any) -> None:
+        self._group.clear()
+        self._piled.clear()
 
     def _worth(self) -> Worth:
         """Return what a step of the optimizer would be worth now."""
@@ -509,7 +517,7 @@ class Loop:
         self._update.rates_of(optimizer).give_back()
         if self._group:  # of several optimizers the first to step has all of the group's worth
             self._update.count(self._worth(), optimizer)
-            self._group.clear()
+            self._forget_group()
         if step is not None and step.optimizer_start is not None:
             step.optimizer_end = self._device.mark()
             self.memory.end_step(step.forward_size)

@@ -55,7 +55,7 @@ class BatchEntry:
         checked: whether forward's first tensor must have `local_batch` samples.
         whole: whether the local batch is all that this rank was to have, so that those of all ranks make the total;
             not so where the script has left samples out, or has a loader of its own.
-        is_extra: the loader knows nothing of it: the user said what it holds, for instance of a second forward.
+        is_extra: not a batch of the loader's: one of the user's own, or the batch before once more.
         tensors: weak references to what the loader yielded, as far as that is known.
         load_s: how long the loop waited for it.
         loaded_alone: whether nothing else went on meanwhile, as in a loader without workers.
@@ -156,7 +156,7 @@ class BatchQueue:
             if not self.is_over(step):
                 step.entry = replace(entry, checked=False)
                 return
-            self.add(replace(entry, step=self.next_step, checked=False, load_s=0.0))
+            self.add(replace(entry, step=self.next_step, checked=False, is_extra=True, load_s=0.0))
         else:
             self._entries[0] = replace(entry, checked=False)
 
