@@ -216,6 +216,10 @@ def own(rank: int, status: int, at_s: float) -> Exit:
     return Exit(rank=rank, status=status, at_s=at_s)
 
 
+def bereft(rank: int, at_s: float) -> Exit:
+    return Exit(rank=rank, status=1, at_s=at_s, lost_peer=True)
+
+
 def seen(rank: int, status: int) -> Exit:
     return Exit(rank=rank, status=status)
 
@@ -228,6 +232,9 @@ def seen(rank: int, status: int) -> Exit:
         ([own(0, 1, 5.2), seen(1, -9), seen(0, 1)], (1, 137)),  # the others fail in its wake
         ([seen(0, -6), own(1, 3, 5.1), seen(1, 3)], (1, 3)),  # gloo aborts where its peer is gone
         ([seen(0, -6), seen(1, -15)], (0, 134)),
+        ([bereft(0, 5.1), seen(1, -6), seen(0, 1)], (1, 134)),  # what gloo aborts by itself, its peers outlive
+        ([bereft(0, 5.1), own(1, 3, 5.2), seen(0, 1), seen(1, 3)], (1, 3)),
+        ([bereft(0, 5.1), seen(0, 1)], (0, 1)),
         ([seen(0, -15), seen(1, 2)], (1, 2)),  # it never reached the script
         ([], None),
     ],

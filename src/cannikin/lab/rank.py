@@ -16,6 +16,9 @@ import msgspec
 
 from cannikin.lab.run_folder import FOLDER, HOST, Exit, RankSettings, note_exits
 
+# What gloo and NCCL say where another rank has gone.
+LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+
 
 def main() -> None:
     """Run the script named by the arguments; its exit is ours."""
@@ -27,7 +30,7 @@ def main() -> None:
     _redirect_output(Path(folder), rank)
     settings = Path(folder, f"rank{rank}.settings").read_bytes()
     _take_on(msgspec.json.decode(settings, type=RankSettings))
-    status = 1
+    status, lost_peer = 1, False
     try:
         _run_script(sys.argv[1:])
         _leave_process_group()
@@ -35,8 +38,12 @@ def main() -> None:
     except SystemExit as end:
         status = _status(end.code)
         raise
+    except Exception as error:
+        lost_peer = any(words in str(error) for words in LOST_PEER)
+        raise
     finally:
-        note_exits(Path(folder), f"rank{rank}", [Exit(rank=int(rank), status=status, at_s=time.monotonic())])
+        own = Exit(rank=int(rank), status=status, at_s=time.monotonic(), lost_peer=lost_peer)
+        note_exits(Path(folder), f"rank{rank}", [own])
 
 
 def _redirect_output(folder: Path, rank: str) -> None:

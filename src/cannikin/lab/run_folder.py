@@ -53,11 +53,15 @@ class Layout:
 
 
 class Exit(msgspec.Struct, frozen=True, kw_only=True):
-    """How a rank ended: its own status (negative: a signal), and when on the machine's clock, None where not known."""
+    """How a rank ended: its own status (negative: a signal), and when on the machine's clock, None where not known.
+
+    `lost_peer` is whether it ended because another rank was gone.
+    """
 
     rank: int
     status: int
     at_s: float | None = None
+    lost_peer: bool = False
 
 
 def agent_command(name: str, folder: Path, *options: str) -> list[str]:
@@ -83,14 +87,15 @@ def first_failure(exits: Sequence[Exit]) -> tuple[int, int] | None:
     """Return the rank that failed first, and the status to pass on: its own, or 128 and the number of its signal.
 
     A rank that a signal kills cannot note when. Other ranks fail in its wake, so it comes first; but SIGABRT is how
-    gloo ends when its peer is gone, and SIGTERM is the agent's own doing. Ranks that exit by themselves note when.
+    gloo ends when its peer is gone, and SIGTERM is the agent's own doing. Ranks that exit by themselves note when, and
+    whether that was for want of a peer, which then was first.
     """
 
     def order(item: Exit) -> tuple[int, float]:
         if item.at_s is not None:
-            return 1, item.at_s
-        quiet = {-signal.SIGABRT: 2, -signal.SIGTERM: 4}
-        return quiet.get(item.status, 0 if item.status < 0 else 3), 0.0
+            return 3 if item.lost_peer else 1, item.at_s
+        quiet = {-signal.SIGABRT: 2, -signal.SIGTERM: 5}
+        return quiet.get(item.status, 0 if item.status < 0 else 4), 0.0
 
     failed = [item for item in exits if item.status != 0]
     if not failed:

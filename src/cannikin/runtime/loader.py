@@ -111,7 +111,8 @@ class HeteroDataLoader(_OverPasses):
 
     A `sampler` gives the order over all ranks, of which the plan cuts batches: weighted, by length, a curriculum. The
     random numbers that it draws from torch, Python and numpy depend on `seed` and the epoch alone; `set_epoch`,
-    `state_dict` and `load_state_dict` of it are called where it has them.
+    `state_dict` and `load_state_dict` of it are called where it has them. Of a DistributedSampler, which may stay in
+    the script, only `shuffle`, `seed` and `set_epoch` count.
 
     Args:
         dataset: map-style, or an IterableDataset.
@@ -139,6 +140,10 @@ class HeteroDataLoader(_OverPasses):
             self._order = _order(dataset, options)
             self._num_samples = None if self.sharded else _length(dataset, self._order)
             seed, shuffle = options.get("seed", 0), self._order is None and _shuffled(dataset, options.get("shuffle"))
+            self._told = options.get("sampler") if self._order is None else None
+            if self._told is not None:
+                seed, shuffle = options.get("seed", self._told.seed), self._told.shuffle
+            self._told_epoch = 0  # that the DistributedSampler was at in the pass before
             self._bookmark = Bookmark(num_samples=self._num_samples, seed=seed, shuffle=shuffle, sharded=self.sharded)
             self._shuffle, self._seed = shuffle, seed
             self._read = {name: options.get(name, default) for name, default in READ.items()}
@@ -258,6 +263,9 @@ class HeteroDataLoader(_OverPasses):
 
     def _pass(self) -> Iterator[Any]:
         self._check_free()
+        if self._told is not None and self._told.epoch != self._told_epoch:
+            self._told_epoch = self._told.epoch
+            self.set_epoch(self._told_epoch)
         feed, notes = self._bound(), self._cuts.start()
         feed.begin_epoch(self._bookmark.next.epoch, self._bookmark.next.position)
         try:
@@ -466,15 +474,18 @@ def _length(dataset: Any, order: Any) -> int | None:
 
 
 def _order(dataset: Any, options: DataLoaderOptions) -> Any:
-    """Return the user's sampler; None where there is none, and refuse what is not an order over all ranks."""
+    """Return the user's sampler, and refuse what is not an order over all ranks.
+
+    None where there is none, or torch's DistributedSampler: of that we take whether and how it shuffles.
+    """
     sampler = options.get("sampler")
     if sampler is None:
         return None
     kind = type(sampler).__name__
-    if isinstance(sampler, DistributedSampler):
+    if isinstance(sampler, DistributedSampler) and type(sampler) is not DistributedSampler:
         raise InvalidInputError(
-            f"sampler is a {kind}, which gives each rank a part of the same size: leave it out, the loader shuffles "
-            "and the plan gives each rank its part; loader.sampler.set_epoch() is still there"
+            f"sampler is a {kind}, a DistributedSampler, which gives each rank a part of the same size: give an order "
+            "over all ranks, of which the plan gives each its part"
         )
     if isinstance(sampler, BatchSampler) or not hasattr(sampler, "__iter__") or isinstance(sampler, Iterator):
         raise InvalidInputError(
@@ -484,7 +495,7 @@ def _order(dataset: Any, options: DataLoaderOptions) -> Any:
     if isinstance(dataset, IterableDataset) or options.get("shuffle"):
         other = "an iterable dataset" if isinstance(dataset, IterableDataset) else "shuffle=True"
         raise InvalidInputError(f"sampler beside {other}: only one of them can order the samples; leave one out")
-    return sampler
+    return None if isinstance(sampler, DistributedSampler) else sampler
 
 
 def _shuffled(dataset: Any, shuffle: bool | None) -> bool:
