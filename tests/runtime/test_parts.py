@@ -13,6 +13,7 @@ import numpy as np
 import parts_cases as cases
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from parts_cases import gradients, make_net, parted
@@ -470,6 +471,39 @@ def test_parameters_that_checkpointing_hides_from_autograd_are_not_trained_witho
     for told in (rank["hidden"] for rank in trained):
         assert told.kind == "OutOfMemoryError"
         assert "some parameter has no gradient that autograd finds" in told.notes[0]
+
+
+class Talking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.num_sums = nn.Linear(3, 2, dtype=torch.float64), 0
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        rows = self.net(features)
+        self.count += 1
+        total = rows.detach().sum()
+        dist.all_reduce(total)
+        self.num_sums += 1
+        return rows - total
+
+
+def talk(rank: int, **memory: int) -> tuple[Any, int, float]:
+    net, forward = parted(Talking(), **memory)
+    try:
+        told: Any = forward.run(net, net, (INPUTS,), {}, 30)[1]
+    except torch.OutOfMemoryError as error:
+        told = error.__notes__[0]
+    return told, net.net.num_sums, float(net.net.count)
+
+
+def test_a_forward_that_talks_to_other_ranks_does_so_once():
+    runs = {"too large": partial(talk, capacity=16), "barely": partial(talk, capacity=30, end=3300)}
+    (told,) = run_ranks(run_cases, 1, runs)
+    said, num_sums, _ = told["too large"]
+    assert "forward talks to other ranks" in said
+    assert num_sums == 1
+    assert told["barely"] == ([], 1, 1.0)
 
 
 def made_ddp(rank: int, **options: Any) -> bool:

@@ -22,6 +22,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cannikin.errors import InvalidInputError
 from cannikin.runtime.memory import MemoryGauge, is_out_of_memory, missing_gradients, state_bytes
@@ -135,11 +136,12 @@ class PartedForward:
             if not is_out_of_memory(raised):
                 raise
             error = raised
-        if error is None and self._leaves_room(batch, output):
+        if error is None and self._is_left_alone(batch, output, all_used=all_used):
             return output, []
         output = None
         parted = self._run_in_parts(batch, error, all_used=all_used)
         if parted is not None:
+            error = None  # which holds this frame
             return parted
         if error is not None:
             raise error  # here, where it keeps its own cause
@@ -164,10 +166,21 @@ class PartedForward:
         return batch, None
 
     @not_compiled
-    def _leaves_room(self, batch: _Batch, output: Any) -> bool:
-        """Return whether the output of the whole batch is to be used as it is."""
+    def _is_left_alone(self, batch: _Batch, output: Any, *, all_used: bool) -> bool:
+        """Return whether the output of the whole batch is to be used as it is: it leaves room, or cannot be cut.
+
+        That is found out by a few samples while the output is there: a forward that talks to other ranks must not be
+        run once more.
+        """
         missing = missing_gradients(batch.net) + _for_loss(pytree.tree_leaves(output))
-        return batch.is_changed() or self._gauge.leaves_room(batch.allocated_before, missing)
+        if batch.is_changed() or self._gauge.leaves_room(batch.allocated_before, missing):
+            return True
+        try:
+            with batch.with_copied_buffers():
+                batch.rehearse(_LEAST_PART, self._gauge, all_used=all_used)
+        except Exception as error:
+            return not is_out_of_memory(error)
+        return False
 
     @not_compiled
     def _run_in_parts(self, batch: _Batch, error: Exception | None, *, all_used: bool) -> tuple[Any, list[int]] | None:
@@ -275,7 +288,7 @@ class _Batch:
             raise _UncutError(f"an input is a list of {self.size} values, which is not cut")
         beside = [torch.empty_like(parameter) for parameter in self._parameters]
         before = gauge.allocated()
-        with torch.enable_grad(), self._as_at(self._part(0, size)):
+        with torch.enable_grad(), self._as_at(self._part(0, size)), _Silence():  # type: ignore[no-untyped-call]
             args, kwargs, wanted = self._inputs(0, size)
             outputs = pytree.tree_leaves(self.net(*args, **kwargs))
             held = gauge.allocated() - before + _for_loss(outputs)
@@ -292,6 +305,19 @@ class _Batch:
                     )
             self._refuse_traces()
         return [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in outputs], held
+
+    @contextmanager
+    def with_copied_buffers(self) -> Iterator[None]:
+        """Give the module copies of its buffers, and then back what it had: a graph may need those as they are."""
+        had = [(layer, dict(layer._buffers)) for layer in self.net.modules()]
+        for layer, buffers in had:
+            layer._buffers.update({name: None if b is None else b.detach().clone() for name, b in buffers.items()})
+        try:
+            yield
+        finally:
+            for layer, buffers in had:
+                layer._buffers.clear()
+                layer._buffers.update(buffers)
 
     def run(self, sizes: Sequence[int], differentiable: Sequence[bool]) -> Any:
         """Return the output of the whole batch, of parts of these sizes; backward runs the parts anew.
@@ -442,6 +468,15 @@ class _Batch:
             for kind, dtype, enabled in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
             yield
+
+
+class _Silence(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses to talk to other ranks, which do not run their forward once more."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            raise _UncutError("forward talks to other ranks")
+        return func(*args, **(kwargs or {}))
 
 
 class _RunAnew(torch.autograd.Function):
