@@ -25,6 +25,10 @@ PARITY = {
     "two views by numbers": partial(cases.worst_error, backward=cases.two_views_by_numbers),
     "sharpness aware": partial(cases.worst_error, backward=cases.sharpness_aware),
 }
+PROGRESS = {
+    f"progress, {backward.__name__}": partial(cases.progress_of, backward=backward)
+    for backward in (cases.plain, cases.time_first, cases.two_views, cases.sharpness_aware)
+}
 SAID = {
     "the plan's total": cases.told_the_plans_total,
     "too small a total": cases.told_too_small_a_total,
@@ -42,7 +46,7 @@ SAID = {
 @pytest.fixture(scope="module")
 def told():
     """What every case said on both ranks, in one launch."""
-    return run_ranks(run_cases, 2, {**PARITY, **SAID}, timeout_s=60)
+    return run_ranks(run_cases, 2, {**PARITY, **PROGRESS, **SAID}, timeout_s=60)
 
 
 @pytest.mark.parametrize("case", PARITY)
@@ -50,6 +54,12 @@ def test_the_batch_in_hand_is_weighted_right_however_its_forward_looks(told, cas
     for error, num_splits in values(told, case):
         assert error < 1e-12
         assert num_splits > 3
+
+
+@pytest.mark.parametrize("case", PROGRESS)
+def test_a_pass_is_worth_the_same_however_its_forwards_look(told, case):
+    assert values(told, case) == values(told, "progress, plain")
+    assert values(told, case)[0] > 0
 
 
 def test_the_plans_total_is_refused_on_a_short_last_batch_by_every_rank(told):

@@ -167,10 +167,9 @@ class Coordinator:
     def worth(self, progress: Progress, steps: Sequence[StepInProgress]) -> Worth:
         """Return what a step of the optimizer on the gradients of all these batches is worth."""
         schedule, last = self.schedule, steps[-1].entry.step
-        ours = [step.entry for step in steps if not step.entry.is_extra]
+        counted = [step.entry for step in steps if not step.entry.is_extra] or [steps[-1].entry]
         # What the user says of a batch (use_batch) may count other things than the loader's samples.
-        lengths = [schedule.length(entry.step, entry.total_batch if entry.checked else None) for entry in ours]
-        lengths = lengths or [schedule.length(last)]
+        lengths = [schedule.length(entry.step, None if entry.is_told else entry.total_batch) for entry in counted]
         return progress.worth(lengths=lengths, gain=schedule.gain_at(last, len(lengths)), ratio=schedule.length(last))
 
     @property

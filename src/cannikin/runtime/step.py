@@ -55,6 +55,7 @@ class BatchEntry:
         checked: whether forward's first tensor must have `local_batch` samples.
         whole: whether the local batch is all that this rank was to have, so that those of all ranks make the total;
             not so where the script has left samples out, or has a loader of its own.
+        is_told: the numbers are the script's (`use_batch`), which may count other things than the loader's samples.
         is_extra: not a batch of the loader's: one of the user's own, or the batch before once more.
         tensors: weak references to what the loader yielded, as far as that is known.
         load_s: how long the loop waited for it.
@@ -71,6 +72,7 @@ class BatchEntry:
     sums: PendingSum | None = field(default=None, compare=False)
     checked: bool = True
     whole: bool = True
+    is_told: bool = False
     is_extra: bool = False
     tensors: tuple[weakref.ref[torch.Tensor], ...] = field(default=(), compare=False, repr=False)
     load_s: float = field(default=0.0, compare=False)
@@ -168,15 +170,15 @@ class BatchQueue:
         if self._entries and self._entries[0].checked:
             handed = self._entries[0]
             _refuse_other_total(handed, local, total)
-            said = {"total_batch": total, "items": None, "sums": None, "checked": False}
+            said = {"total_batch": total, "items": None, "sums": None, "checked": False, "is_told": True}
             if not handed.is_padding:
                 said |= {"local_batch": local, "whole": local >= handed.local_batch}
                 self._unsaid = None if self._unsaid is None else handed.local_batch - local
             self._entries[0] = replace(handed, **said)  # type: ignore[arg-type]
             return self._entries[0]
         self._warn_of_slices(local)
-        told = {"local_batch": local, "total_batch": total, "checked": False, "whole": False, "is_extra": True}
-        self.add(BatchEntry(step=self.next_step, **told))  # type: ignore[arg-type]
+        said = {"checked": False, "whole": False, "is_told": True, "is_extra": True}
+        self.add(BatchEntry(step=self.next_step, local_batch=local, total_batch=total, **said))  # type: ignore[arg-type]
         return self._entries[-1]
 
     def _warn_of_slices(self, local: int) -> None:

@@ -117,7 +117,7 @@ def _unscaled(norm: float, scale: float) -> float:
 def _checked_total(entry: BatchEntry) -> int:
     if not entry.whole:
         return 0
-    return entry.total_batch if entry.checked else -entry.total_batch
+    return -entry.total_batch if entry.is_told else entry.total_batch
 
 
 def encode_steps(
