@@ -27,6 +27,7 @@ from cannikin.runtime.drawing import Draws
 from cannikin.runtime.follow import Follower, leader_of
 from cannikin.runtime.hook import DdpReducer
 from cannikin.runtime.loop import Loop
+from cannikin.runtime.notice import Notices
 from cannikin.runtime.options import DrawOptions, OneOrMore, Options, check_model, check_names
 from cannikin.runtime.profile_store import ProfileStore, introduce, model_key
 from cannikin.runtime.recorder import Recorder, check_metrics, end_run
@@ -81,6 +82,12 @@ class Engine:
             recorder=self._recorder,
             weighting=self.weighting,
             grad_scaler=scaler,
+            notices=Notices(
+                net,
+                self.rank,
+                may_differ=self.world_size > 1 and self.policy != "even",
+                seeks_models=not self._follows,
+            ),
             batch_dim=whole_number("batch_dim", options.get("batch_dim", 0), low=0),
         )
         self.loop.register(ddp)

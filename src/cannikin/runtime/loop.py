@@ -30,6 +30,7 @@ from cannikin.runtime.coordinator import Coordinator, Happened, Unplanned
 from cannikin.runtime.device import Device
 from cannikin.runtime.hook import Reducer
 from cannikin.runtime.memory import MemoryGauge
+from cannikin.runtime.notice import Notices
 from cannikin.runtime.parts import PartedForward, can_cut, not_compiled, not_compiled_itself, watch_forward
 from cannikin.runtime.profile_store import ProfileStore
 from cannikin.runtime.recorder import Recorder
@@ -61,6 +62,7 @@ class Loop:
         device, exchange, reducer, update, statistics, recorder: of this model.
         weighting: "hook", "loss" or "none".
         grad_scaler: one that is enabled, if any.
+        notices: what looks for code that assumes equal batches.
         batch_dim: the dimension of forward's inputs that counts samples.
     """
 
@@ -75,6 +77,7 @@ class Loop:
         recorder: Recorder,
         weighting: str,
         grad_scaler: Any,
+        notices: Notices,
         batch_dim: int = 0,
     ) -> None:
         self._coordinator: Unplanned | Coordinator = Unplanned()
@@ -88,7 +91,7 @@ class Loop:
         self.goal: float | None = None  # passes of progress that the loop has asked for (`epochs`)
         self._device, self._exchange, self._reducer, self._update = device, exchange, reducer, update
         self._statistics, self._recorder = statistics, recorder
-        self._weighting, self._grad_scaler = weighting, grad_scaler
+        self._weighting, self._grad_scaler, self._notices = weighting, grad_scaler, notices
         self._item_count: Callable[[Any], float] | None = None
         self._part: Part | None = None  # the micro-batch in hand
         self._batch_dim, self._slicer = batch_dim, Slicer(batch_dim)
@@ -259,6 +262,8 @@ class Loop:
                 watch_forward(module, partial(self._run, module, step))
         if step.forward_start is None:
             step.forward_start = self._device.mark()
+        local, total = step.entry.local_batch, step.entry.total_batch
+        self._notices.begin_forward(local, is_unequal=local * self._exchange.world_size != total)
 
     def _skip_to(self, inputs: Iterable[torch.Tensor]) -> None:
         """Forget batches that the loop has passed over, where these inputs are certainly of a later one."""
@@ -327,6 +332,7 @@ class Loop:
         step.previous_end = None if previous is None else previous.optimizer_end
         # Products with the step before must be with the step before.
         step.take_norms = takes_norms(self._update.num_steps) or self._reducer.compares
+        self._notices.begin_step(self._num_taken)
         self._num_taken += 1
         self._warn_if_unplanned()
         self.memory.begin_step(entry.local_batch)
@@ -424,6 +430,7 @@ class Loop:
         share = 1.0 if part is None else part.share
 
         def begin(*_: Any) -> None:
+            self._notices.begin_backward()
             self._pile(step)
             # Of a batch in parts, all but the last one's backward counts as what comes before.
             if step.backward_start is None or (part is not None and not step.synced):

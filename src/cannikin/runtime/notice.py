@@ -1,0 +1,192 @@
+"""Notices code of the script's own that assumes equal batches, which cannot be mended here, and says what to do.
+
+Two kinds: collectives in forward or loss (features of all ranks by `all_gather`, sums divided by the number of ranks),
+and a second model that trains under plain DDP. Python tells us of calls while a profile function is set, so that is
+done in a few steps only: the first ones, and those at a new local batch where rows of the batch were seen in a gather.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+import os
+import sys
+import warnings
+import weakref
+from collections.abc import Iterator
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import typing_extensions
+from torch.nn.parallel import DistributedDataParallel
+
+from cannikin.errors import InvalidInputError
+from cannikin.runtime.hook import DdpReducer
+
+_FIRST_STEPS = 3  # that are looked at
+_MOST_STEPS = 10
+_DDP_LOOKS = (2, 40)  # steps before which a second model is looked for: it has trained by the first of these, mostly
+_TORCH, _OURS = (os.path.dirname(file) + os.sep for file in (torch.__file__, os.path.dirname(__file__)))
+_WRAPPERS = (typing_extensions.__file__, contextlib.__file__)  # that torch's functions are decorated by
+_OF_TORCH = tuple(os.path.join(_TORCH, *path) for path in (("nn", "modules"), ("nn", "parallel"), ("optim",)))
+
+
+def _codes(*names: str) -> dict[CodeType, str]:
+    functions = [(name, getattr(dist, name, None)) for name in names]
+    return {inspect.unwrap(function).__code__: name for name, function in functions if function is not None}
+
+
+_GATHERS = _codes("all_gather", "all_gather_into_tensor", "gather", "all_to_all", "all_to_all_single")
+_SUMS = _codes("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor")
+_ROWS = ("tensor", "input_tensor", "input")  # what these functions call what they send
+
+
+class Notices:
+    """Looks at the collectives that a script calls between the start of a forward and that of backward, and at DDP.
+
+    Args:
+        net: the network; a compiled one is not looked at, for the compiler would be slow under a profile function.
+        rank: rank 0 warns; all raise.
+        may_differ: whether local batches may become unequal.
+        seeks_models: whether to look for a second model under plain DDP.
+    """
+
+    def __init__(self, net: torch.nn.Module, rank: int, *, may_differ: bool, seeks_models: bool) -> None:
+        self._speaks = rank == 0
+        self._net = weakref.ref(net)
+        self._num_looks = 0 if may_differ else _MOST_STEPS
+        self._ddp_looks = _DDP_LOOKS if may_differ and seeks_models and rank == 0 else ()
+        self._is_open = False
+        self._local_batch, self._is_unequal = 0, False
+        self._warned: set[str] = set()
+        self._gathers: set[str] = set()  # lines of the script that gather rows of the batch
+        self._looked_at: set[int] = set()  # local batches
+
+    def begin_step(self, num_taken: int) -> None:
+        """Look no more at the step before, and now and then for a second model."""
+        self._end()
+        if num_taken in self._ddp_looks and _warn_of_plain_ddp():
+            self._ddp_looks = ()
+
+    def begin_forward(self, local_batch: int, *, is_unequal: bool) -> None:
+        """Look at what is called from now on, if there is reason to.
+
+        Args:
+            local_batch: samples of the forward that begins.
+            is_unequal: whether another rank has certainly another number of them.
+        """
+        if self._num_looks >= _MOST_STEPS or self._is_open or sys.getprofile() is not None:
+            return
+        if self._num_looks < _FIRST_STEPS or (self._gathers and local_batch not in self._looked_at):
+            net = self._net()
+            if net is None or _is_compiled(net):
+                self._num_looks = _MOST_STEPS
+                return
+            self._num_looks += 1
+            self._looked_at.add(local_batch)
+            self._local_batch, self._is_unequal, self._is_open = local_batch, is_unequal, True
+            sys.setprofile(self._see)
+
+    def begin_backward(self) -> None:
+        """Look no more; this may be on another thread, whose profile function is another one."""
+        self._is_open = False
+
+    def _end(self) -> None:
+        self._is_open = False
+        if sys.getprofile() == self._see:
+            sys.setprofile(None)
+
+    def _see(self, frame: FrameType, event: str, _: Any) -> None:
+        if not self._is_open:
+            self._end()
+        elif event == "call" and (frame.f_code in _GATHERS or frame.f_code in _SUMS):
+            place = _place(frame.f_back)
+            if place is None:
+                return
+            if frame.f_code in _SUMS:
+                self._warn_of_sum(place, _SUMS[frame.f_code])
+            else:
+                self._note_gather(place, _GATHERS[frame.f_code], frame.f_locals)
+
+    def _warn_of_sum(self, place: str, name: str) -> None:
+        self._warn(
+            place,
+            f"{place} calls {name} in forward or loss: with unequal batches a sum divided by the number of ranks, and "
+            "a mean of their means, are not those of all samples; use model.global_mean(x), or "
+            "model.weighted_mean(loss) for a number to be logged (docs/recipes/centres.md)",
+        )
+
+    def _note_gather(self, place: str, name: str, given: dict[str, Any]) -> None:
+        """Warn of a gather of one or two rows per sample; raise where another rank has another number of these."""
+        rows = next((given[key] for key in _ROWS if isinstance(given.get(key), torch.Tensor)), None)
+        if rows is None or rows.ndim < 2:
+            return
+        is_padding = self._local_batch == 0  # whose rows tell nothing
+        if not (is_padding and place in self._gathers) and len(rows) not in (self._local_batch, 2 * self._local_batch):
+            return
+        self._gathers.add(place)
+        text = (
+            f"{place} calls {name} on a tensor with {len(rows)} rows at a local batch of {self._local_batch}: local "
+            "batches become unequal, and torch gathers equal shapes only; use `rows, numbers = model.all_gather(x)` "
+            "(docs/recipes/contrastive.md), or pin equal batches by local_batches="
+        )
+        if self._is_unequal:
+            self._end()
+            raise InvalidInputError(text)
+        self._warn(place, text)
+
+    def _warn(self, place: str, text: str) -> None:
+        if self._speaks and place not in self._warned:
+            self._warned.add(place)
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+def _place(frame: FrameType | None) -> str | None:
+    """Return the line outside of torch that made a call; None where torch or we did it ourselves."""
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, *_WRAPPERS)):
+        if frame.f_code.co_filename.startswith(_OF_TORCH):
+            return None  # SyncBatchNorm, DDP, an optimizer
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_filename.startswith(_OURS):
+        return None
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def _is_compiled(net: torch.nn.Module) -> bool:
+    """Return whether the compiler has this network, or anything else, to do with."""
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    return bool(utils is not None and utils.counters["frames"]) or any(
+        type(part).__name__ == "OptimizedModule" or getattr(part, "_compiled_call_impl", None) is not None
+        for part in net.modules()
+    )
+
+
+def _warn_of_plain_ddp() -> bool:
+    """Warn where a module trains under plain DDP beside ours; return whether one does."""
+    other = next(_plain_ddps(), None)
+    if other is not None:
+        warnings.warn(
+            f"a {type(other.module).__name__} under plain DistributedDataParallel trains beside a HeteroDataParallel: "
+            "with unequal batches its gradient is the mean of the ranks' means, not that of all samples; wrap it by "
+            "cannikin.HeteroDataParallel(module, its_optimizer, follows=the_first_model) (docs/recipes/gan.md), unless "
+            "it has equal batches of its own",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return other is not None
+
+
+def _plain_ddps() -> Iterator[Any]:
+    """Find DDP modules without our hook that have trained."""
+    for found in gc.get_objects():
+        if issubclass(type(found), DistributedDataParallel) and "module" in getattr(found, "_modules", {}):
+            hooks = getattr(found, "_comm_hooks", ())
+            ours = any(isinstance(state, DdpReducer) for _, state in hooks)
+            trained = getattr(found, "_has_rebuilt_buckets", False) or any(
+                p.grad is not None for p in found.module.parameters()
+            )
+            if not ours and found.training and trained and any(p.requires_grad for p in found.module.parameters()):
+                yield found

@@ -1,0 +1,112 @@
+"""Scripts with code of their own that assumes equal batches: what they are told, and whether they are stopped."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from parity_cases import Loaded, ScriptedPlanner, _Script, mlp, regression, sgd
+from told import collecting_warnings, run_cases
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from cannikin.runtime.parallel import HeteroDataParallel
+
+
+class Gathering(nn.Module):
+    """Gathers features in forward, as MoCo does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.net(x)
+        every = [torch.zeros_like(out) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, out.detach())
+        return out + 0.01 * torch.cat(every).mean()
+
+
+def plain(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def centred(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """As DINO's centre."""
+    out = model(x)
+    total = out.detach().sum(dim=0)
+    dist.all_reduce(total)
+    return (out - total / (len(x) * dist.get_world_size())).square().mean()
+
+
+def by_ours(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """By our helpers, and what else is right: a number per rank, and the ranks' prototypes."""
+    out = model(x)
+    rows, _ = model.all_gather(out)
+    model.weighted_mean(out.mean())
+    dist.all_gather([torch.zeros(1) for _ in range(2)], out.detach().mean().reshape(1))
+    dist.all_gather([torch.zeros(7, 3) for _ in range(2)], torch.zeros(7, 3))
+    return (out - model.global_mean(out)).square().mean() + 0.01 * rows.mean()
+
+
+def train(
+    rank: int,
+    net: Callable[[], nn.Module] = mlp,
+    loss: Callable[..., torch.Tensor] = plain,
+    *,
+    reduces_after: bool = False,
+    second: str = "",
+    first: tuple[int, int] = (6, 6),
+    policy: Any = None,
+) -> tuple[list[str], str, bool]:
+    """What was warned, what was raised, and whether a profile function is left behind."""
+    torch.manual_seed(0)
+    module = net()
+    optimizer = sgd(module)
+    feed = Loaded(num_batches=30)
+    model = HeteroDataParallel(module, optimizer, policy=policy or ScriptedPlanner([first, (9, 3), (4, 8)]))
+    other = nn.Linear(6, 1)
+    beside = DistributedDataParallel(other) if second in ("trains", "frozen") else None
+    if second == "follows":
+        beside = HeteroDataParallel(other, sgd(other), follows=model)
+    raised = ""
+    with collecting_warnings() as warned:
+        try:
+            for x, _ in feed(_Script(), model, rank, 2, regression(torch.float32, 61)):
+                if beside is not None:
+                    with torch.set_grad_enabled(second != "frozen"):
+                        out = beside(x).mean()
+                    if second != "frozen":
+                        out.backward()
+                optimizer.zero_grad()
+                value = loss(model, x)
+                value.backward()
+                if reduces_after:
+                    dist.all_reduce(value.detach())
+                optimizer.step()
+        except ValueError as error:
+            raised = str(error)
+    left = sys.getprofile() is not None
+    del beside
+    return [warning.text for warning in warned if "takes no" not in warning.text], raised, left
+
+
+CASES: dict[str, Callable[[int], Any]] = {
+    "nothing": train,
+    "gather": lambda rank: train(rank, Gathering),
+    "gather, unequal from the start": lambda rank: train(rank, Gathering, first=(9, 3)),
+    "gather, even": lambda rank: train(rank, loss=centred, policy="even"),
+    "sum": lambda rank: train(rank, loss=centred),
+    "ours": lambda rank: train(rank, loss=by_ours),
+    "sum after backward": lambda rank: train(rank, reduces_after=True),
+    "second, trains": lambda rank: train(rank, second="trains"),
+    "second, frozen": lambda rank: train(rank, second="frozen"),
+    "second, follows": lambda rank: train(rank, second="follows"),
+}
+
+
+def run(rank: int, world_size: int) -> dict[str, Any]:
+    return run_cases(rank, world_size, CASES)
