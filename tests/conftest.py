@@ -9,9 +9,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from leaks import leaks, look
 
 from cannikin.lab.mechanisms.mps import CONTROL, start_daemon
+
+settings.register_profile("cannikin", deadline=None)  # how long a case takes says nothing on a shared machine
+settings.load_profile("cannikin")
 
 GOLDENS = Path(__file__).parent / "goldens"
 _REWRITE = "--rewrite-goldens"
