@@ -686,6 +686,15 @@ MORE_CASES: dict[str, Case] = {
     "a rank with zero samples, item weights": Case(feed=Told(items=True, idle=True, poisoned=True), **TOKENS),
     "loader, adamw": Case(feed=Loaded(), optimizer=adamw),
     "loader, a sum": Case(feed=Loaded(length=60), loss=sum_loss, keywords={"weighting": "none"}),
+    "loader, a sum, accumulation, padding": Case(
+        feed=Loaded(num_batches=60), loss=sum_loss, loop=accumulating_loop, keywords={"weighting": "none"}
+    ),
+    "loader, a sum, accumulation, each batch reduced, padding": Case(
+        feed=Loaded(num_batches=60), loss=sum_loss, loop=reducing_loop, keywords={"weighting": "none"}
+    ),
+    "loader, a sum, in parts": Case(
+        feed=Loaded(length=60), loss=sum_loss, loop=ragged_loop, keywords={"weighting": "none"}
+    ),
     "loader, a sum, every rank one item": Case(feed=Loaded(length=60, keywords=(("item_count", one),)), loss=sum_loss),
     "loader, accumulation, padding": Case(feed=Loaded(num_batches=60), loop=accumulating_loop),
     "loader, grad scaler": Case(feed=Loaded(), loop=scaler_loop, scaler=scaler_1024),

@@ -427,7 +427,9 @@ class Loop:
         synced = self._reducer.syncs(module) if part is None else part.synced
         world_size = self._exchange.world_size
         inward = weigh(step, self._weighting, world_size, accumulating=not synced or self._unsynced > 0)
-        share = 1.0 if part is None else part.share
+        averages = self._weighting == "none"  # the hook does: parts of a sum add up, and padding must not
+        share = 1.0 if part is None or averages else part.share
+        share = 0.0 if averages and step.entry.is_padding else share
 
         def begin(*_: Any) -> None:
             self._notices.begin_backward()
@@ -440,7 +442,7 @@ class Loop:
             begin()
             return share * world_size * step.share() if inward else share
 
-        scaled = inward or part is not None
+        scaled = inward or part is not None or share == 0.0
         if scaled:
             output, num_marked = scale_outputs(output, begin_and_weigh)
         else:

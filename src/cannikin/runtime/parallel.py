@@ -192,7 +192,7 @@ class HeteroDataParallel(DistributedDataParallel):
         """Cut a batch between samples and hold synchronisation back on all parts but the last.
 
         Take each part's own mean loss and call backward on it; step the optimizer once, after the loop. Parts are
-        weighted by their size, and their number may differ between ranks.
+        weighted by their size, and their number may differ between ranks. Under `weighting="none"` take its sum.
 
         Args:
             batch: tensors with as many samples in dimension 0 (`batch_dim`) as the batch in hand, and lists with one

@@ -78,12 +78,12 @@ class _Mark(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, torch.Tensor, None]:
         (gradient,) = gradients
-        if torch.is_grad_enabled():  # the gradient of this gradient would be weighted twice
+        scale = ctx.callback()
+        if torch.is_grad_enabled() and scale != 0.0:  # the gradient of this gradient would be weighted twice
             raise InvalidInputError(
                 "create_graph=True through outputs whose gradients are weighted, as in a gradient penalty, is not "
                 "possible: accumulate without no_sync and micro_batches, and use weighting='hook', not 'loss'"
             )
-        scale = ctx.callback()
         if scale == 0.0:
             return None, torch.zeros_like(gradient), None  # not multiplied by 0: 0 x NaN is NaN
         return None, gradient if scale == 1.0 else gradient * scale, None
