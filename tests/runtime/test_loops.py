@@ -118,7 +118,8 @@ def test_no_sum_of_items_is_under_way_once_the_iterator_has_ended(told):
     assert waited_s > 0.2
 
 
-def test_a_param_group_may_be_added_to_adam_later():
+@pytest.mark.parametrize("betas", [(0.9, 0.9), (0.9, 0.999)], ids=["of its own", "the same"])
+def test_a_param_group_may_be_added_to_adam_later(betas):
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     optimizer = torch.optim.Adam(first.parameters())
     variance = AdamVariance([optimizer])
@@ -132,10 +133,22 @@ def test_a_param_group_may_be_added_to_adam_later():
     for _ in range(30):
         step()
     assert variance(list(first.parameters())) is not None
-    optimizer.add_param_group({"params": list(second.parameters()), "betas": (0.9, 0.9)})
+    optimizer.add_param_group({"params": list(second.parameters()), "betas": betas})
     step()
-    found = variance(list(second.parameters()))
-    assert torch.allclose(found.of_elements / found.common, torch.ones(6))
+    for layer in (first, second):
+        found = variance(list(layer.parameters()))
+        assert torch.allclose(found.of_elements / found.common, torch.ones(6))
+
+
+def test_an_optimizer_that_is_an_adam_by_name_only_has_no_variance():
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(net.parameters())
+    variance = AdamVariance([optimizer])
+    for parameter in net.parameters():
+        optimizer.state[parameter]["exp_avg_sq"] = torch.ones_like(parameter)  # and counts its steps elsewhere
+    for _ in range(30):
+        variance.count_step()
+    assert variance(list(net.parameters())) is None
 
 
 def test_groups_that_share_one_tensor_as_their_rate_are_scaled_once_and_get_it_back():

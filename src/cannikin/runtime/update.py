@@ -191,9 +191,9 @@ class AdamVariance:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
-        self._owners: dict[int, tuple[torch.optim.Optimizer, float]] = {}  # and beta2, by parameter
+        self._owners: dict[int, tuple[torch.optim.Optimizer, float, int]] = {}  # beta2, and which group, by parameter
         self._num_steps = 0
-        self._commons: dict[tuple[float, bool], torch.Tensor | float] = {}  # of this step
+        self._commons: dict[int, torch.Tensor | float] = {}  # of this step, by group: one that came later has another t
 
     def count_step(self) -> None:
         """Take note that the optimizer has taken a step."""
@@ -205,7 +205,7 @@ class AdamVariance:
         if self._num_steps < _FIRST_STEPS:
             return None
         states = [self._state(parameter) for parameter in parameters]
-        if any("exp_avg_sq" not in state for state in states):
+        if not all("exp_avg_sq" in state and "step" in state for state in states):  # of a class of the user's own
             return None
         variance = torch.cat([_flat(state["exp_avg_sq"], p) for state, p in zip(states, parameters, strict=True)])
         variance = variance.to(torch.promote_types(variance.dtype, torch.float32))
@@ -214,22 +214,27 @@ class AdamVariance:
 
     def _common(self, parameter: torch.Tensor) -> torch.Tensor | float:
         """Return 1 - beta^t, which corrects v for its start at 0; a fused optimizer has t on the device."""
-        decay, step = self._owner(parameter)[1], self._state(parameter)["step"]
-        key = decay, isinstance(step, torch.Tensor) and step.device.type != "cpu"
-        if key not in self._commons:
-            self._commons[key] = 1 - decay ** (step if key[1] else float(step))
-        return self._commons[key]
+        _, decay, group = self._owner(parameter)
+        if group not in self._commons:
+            step = self._state(parameter)["step"]
+            on_device = isinstance(step, torch.Tensor) and step.device.type != "cpu"
+            self._commons[group] = 1 - decay ** (step if on_device else float(step))
+        return self._commons[group]
 
     def _state(self, parameter: torch.Tensor) -> dict[str, Any]:
-        optimizer, _ = self._owner(parameter)
+        optimizer, _, _ = self._owner(parameter)
         state: dict[str, Any] = optimizer.state.get(parameter, {})
         return state
 
-    def _owner(self, parameter: torch.Tensor) -> tuple[torch.optim.Optimizer, float]:
+    def _owner(self, parameter: torch.Tensor) -> tuple[torch.optim.Optimizer, float, int]:
         if id(parameter) not in self._owners:  # at first, and after add_param_group
             groups = [(optimizer, group) for optimizer in self._optimizers for group in optimizer.param_groups]
-            self._owners = {id(p): (o, float(group["betas"][1])) for o, group in groups for p in group["params"]}
-        return self._owners.get(id(parameter), (self._optimizers[0], 0.0))
+            self._owners = {
+                id(p): (optimizer, float(group["betas"][1]), number)
+                for number, (optimizer, group) in enumerate(groups)
+                for p in group["params"]
+            }
+        return self._owners.get(id(parameter), (self._optimizers[0], 0.0, -1))
 
 
 def _flat(variance: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
