@@ -15,6 +15,7 @@ from told import Raised, run_cases, values
 
 from cannikin.errors import InvalidInputError
 from cannikin.runtime.slicing import Slicer
+from cannikin.runtime.step import BatchEntry, BatchQueue
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -76,6 +77,15 @@ def test_a_total_that_the_local_batches_do_not_make_stops_every_rank(told):
         assert raised.kind == "DisagreementError"
         assert "told totals [5, 5] for step 0" in raised.text
         assert "local batches [3, 3], together 6" in raised.text
+
+
+def test_tokens_may_be_told_instead_of_samples_also_by_a_rank_without_any():
+    queue = BatchQueue()
+    queue.add(BatchEntry(step=0, local_batch=1, total_batch=6))
+    assert queue.describe(5, 40).local_batch == 5
+    queue.take()
+    queue.add(BatchEntry(step=1, local_batch=0, total_batch=4, is_padding=True))
+    assert queue.describe(2, 13).local_batch == 0, "what it was given to pad with does not count"
 
 
 def test_samples_may_be_left_out_on_one_rank(told):

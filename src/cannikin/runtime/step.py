@@ -271,14 +271,10 @@ def _is_same(kept: torch.Tensor | None, tensor: torch.Tensor) -> bool:
 def _refuse_other_total(handed: BatchEntry, local: int, total: int) -> None:
     """Refuse a total that cannot be: this rank has all of its samples, and all ranks are to have more than there are.
 
-    Fewer may be: another rank may have left samples out. Several views of each sample multiply both numbers.
+    Fewer may be: another rank may have left samples out. Other numbers may count views or tokens; whether those add up,
+    ranks compare at the end of the window (`wire.check_cuts`).
     """
-    if handed.is_padding:  # how many views there are, the other ranks know
-        is_wrong = total % handed.total_batch > 0
-    else:
-        views, others = divmod(local, handed.local_batch)
-        is_wrong = views > 0 and others == 0 and total > views * handed.total_batch
-    if is_wrong:
+    if local == handed.local_batch and total > handed.total_batch and not handed.is_padding:
         raise BatchMatchError(
             f"use_batch({local}, {total}), but the loader handed out {handed.local_batch} of {handed.total_batch} "
             f"samples for step {handed.step}, which is less than the plan's total at the end of an epoch or before a "
