@@ -117,6 +117,18 @@ def test_a_step_that_did_not_raise_the_peak_is_no_point():
     assert gauge.max_batch == 170
 
 
+def test_a_batch_that_went_through_is_never_beyond_the_bound_though_its_peak_was_not_seen():
+    memory = ScriptedMemory()
+    gauge = warmed_up(memory)
+    train(gauge, memory, 100)
+    assert gauge.max_batch == 170
+    memory.use(30_000)  # an evaluation
+    train(gauge, memory, 190)
+    assert gauge.max_batch == 190, "else the log would say that it ran out of memory"
+    gauge.hold(240, 121, held_bytes=121 * 120, base_bytes=1000)
+    assert gauge.max_batch == 190
+
+
 def test_a_step_that_fails_leaves_no_point():
     memory = ScriptedMemory()
     gauge = warmed_up(memory)

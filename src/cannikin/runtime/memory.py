@@ -56,8 +56,8 @@ class MemoryGauge:
 
     @property
     def max_batch(self) -> int:
-        """The largest local batch that memory holds, as far as is known."""
-        return min(self._by_peaks, self._by_failures)
+        """The largest local batch that memory holds, as far as is known; never less than one that went through."""
+        return max(self.largest, min(self._by_peaks, self._by_failures))
 
     def is_new(self, local_batch: int) -> bool:
         """Return whether nothing as large has gone through, on a device whose memory can be read."""
