@@ -53,11 +53,13 @@ class Run:
         self.optimizer = optimizer
         self.samples: list[list[int]] = []
         self.gradients: list[float] = []
+        self.totals: list[int] = []
 
     def train(self, num_steps: int | None = None) -> Run:
         for step, batch in enumerate(self.loader):
             self.optimizer.zero_grad()
             self.model(batch).mean().backward()
+            self.totals.append(self.model.total_batch)
             self.optimizer.step()
             self.samples.append([] if self.loader.is_padding else batch[:, 0].int().tolist())
             self.gradients.append(float(self.model.module.weight.grad))
@@ -68,6 +70,10 @@ class Run:
 
 def told_samples(run: Run) -> tuple[list[list[int]], list[float]]:
     return run.samples, run.gradients
+
+
+def told_totals(run: Run) -> tuple[list[list[int]], list[float], list[int]]:
+    return run.samples, run.gradients, run.totals
 
 
 def by_process() -> list[int]:
@@ -144,7 +150,7 @@ def damaged_on_one_rank(rank: int) -> Any:
 
 def own_streams(rank: int, **options: Any) -> Any:
     data = Numbers(range(100 * rank, 100 * rank + (13, 30)[rank]))
-    return told_samples(Run(data, sharded=True, local_batches=[6, 2], **options).train())
+    return told_totals(Run(data, sharded=True, local_batches=[6, 2], **options).train())
 
 
 def own_streams_of_tokens(rank: int) -> Any:

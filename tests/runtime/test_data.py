@@ -735,7 +735,8 @@ def test_a_loader_may_be_built_before_its_model():
 def test_what_is_read_from_a_dataloader_can_be_read():
     plain = DataLoader(Numbers(10), batch_size=4)
     loader = build(Numbers(10), [(4,)], collate_fn=None, num_workers=2, drop_last=True)
-    assert (loader.num_workers, loader.drop_last) == (2, True)
+    assert (loader.num_workers, loader.drop_last, loader.prefetch_factor) == (2, True, 2)
+    assert loader.collate_fn is default_collate
     names = ("pin_memory", "timeout", "worker_init_fn", "generator", "persistent_workers", "multiprocessing_context")
     assert all(getattr(loader, name) == getattr(plain, name) for name in names)
     assert build(Numbers(10), [(4,)], collate_fn=as_list).collate_fn is as_list

@@ -72,12 +72,13 @@ def gradients_of(steps: list[list[int]], weights=len) -> list[float]:
 @pytest.mark.parametrize(("case", "weights"), [("own_streams", len), ("own_streams_of_tokens", lambda x: sum(x) + 1)])
 def test_streams_of_ranks_are_used_up_once_each_whatever_their_lengths(told, case, weights):
     ranks = values(told, case)
-    for rank, (samples, _) in enumerate(ranks):
+    for rank, (samples, *_) in enumerate(ranks):
         seen = [number for part in samples for number in part]
         assert seen == list(range(100 * rank, 100 * rank + (13, 30)[rank])), "every sample once"
-    assert [len(samples) for samples, _ in ranks] == [15, 15], "as many steps on both"
-    steps = [list(parts) for parts in zip(*(samples for samples, _ in ranks), strict=True)]
-    for _, gradients in ranks:
+    assert [len(samples) for samples, *_ in ranks] == [15, 15], "as many steps on both"
+    steps = [list(parts) for parts in zip(*(samples for samples, *_ in ranks), strict=True)]
+    for _, gradients, totals in ranks:
+        assert totals == [sum(map(len, step)) for step in steps]
         np.testing.assert_allclose(gradients, gradients_of(steps, weights), rtol=1e-12)
 
 

@@ -181,7 +181,7 @@ class Engine:
     @property
     def total_batch(self) -> int:
         """See `HeteroDataParallel.total_batch`."""
-        return self._in_hand().total_batch
+        return self._in_hand().count_all()
 
     def _in_hand(self) -> BatchEntry:
         entry = self.loop.in_hand

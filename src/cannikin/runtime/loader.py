@@ -146,7 +146,8 @@ class HeteroDataLoader(_OverPasses):
             self._told_epoch = 0  # that the DistributedSampler was at in the pass before
             self._bookmark = Bookmark(num_samples=self._num_samples, seed=seed, shuffle=shuffle, sharded=self.sharded)
             self._shuffle, self._seed = shuffle, seed
-            self._read = {name: options.get(name, default) for name, default in READ.items()}
+            given = {name: value for name, value in options.items() if name in READ and value is not None}
+            self._read = {**READ, "prefetch_factor": 2 if options.get("num_workers") else None, **given}
         self._feed: Loop | None = None
         if engine is not None:
             self.bind(engine)

@@ -78,6 +78,10 @@ class BatchEntry:
     load_s: float = field(default=0.0, compare=False)
     loaded_alone: bool = field(default=False, compare=False)
 
+    def count_all(self) -> int:
+        """Return the samples of all ranks; of streams of their own this waits for what the others have."""
+        return self.total_batch if self.sums is None else round(added_up(self, self.sums)[1])
+
 
 class BatchSource(Protocol):
     """What an engine needs of a loader."""
