@@ -168,6 +168,15 @@ def penalised_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     return square_loss(model, batch) + 0.01 * sum((p**2).sum() for p in model.parameters())
 
 
+def slope_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """With a penalty on the gradient by the inputs, of a seed that depends on the outputs."""
+    x, y = batch
+    x = x.clone().requires_grad_()
+    out = model(x)
+    (slope,) = torch.autograd.grad((torch.tanh(out) * y).sum(), x, create_graph=True)
+    return ((out - y) ** 2).mean() + 0.1 * slope.square().sum(dim=1).mean()
+
+
 def sum_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     """The sum over the batch, of which DDP takes the mean over ranks."""
     x, y = batch
@@ -684,6 +693,13 @@ MORE_CASES: dict[str, Case] = {
     "a rank with zero samples, ragged accumulation": Case(feed=Told(idle=True), loop=ragged_loop),
     "a rank with zero samples, weighted mean": Case(feed=Told(idle=True, poisoned=True), loop=mean_loss_loop),
     "a rank with zero samples, item weights": Case(feed=Told(items=True, idle=True, poisoned=True), **TOKENS),
+    "a penalty on slopes": Case(loss=slope_loss),
+    "a penalty on slopes, loss weighting": Case(loss=slope_loss, keywords={"weighting": "loss"}),
+    "a penalty on slopes, a rank with zero samples, loss weighting": Case(
+        loss=slope_loss, feed=Told(idle=True), keywords={"weighting": "loss"}
+    ),
+    "a penalty on slopes, accumulation": Case(loss=slope_loss, loop=accumulating_loop, feed=THRICE),
+    "a penalty on slopes, ragged accumulation": Case(loss=slope_loss, loop=ragged_loop),
     "loader, adamw": Case(feed=Loaded(), optimizer=adamw),
     "loader, a sum": Case(feed=Loaded(length=60), loss=sum_loss, keywords={"weighting": "none"}),
     "loader, a sum, accumulation, padding": Case(

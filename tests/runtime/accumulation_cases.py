@@ -236,15 +236,14 @@ def two_optimizers(rank: int, policy: Any, lr_rule: Any, num_samples: int = 60) 
 
 
 def penalty(rank: int, weighting: str, no_sync: bool) -> None:
-    """A gradient penalty through outputs whose gradients are weighted on their way in."""
+    """A penalty on slopes by a parameter, through outputs whose gradients are weighted on their way in."""
     net = TinyNet()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     model = HeteroDataParallel(net, optimizer, weighting=weighting)
     loader = HeteroDataLoader(Numbered(24), model=model, batch_size=6, local_batches=[4, 2])
     for features, _, _ in loader:
-        features.requires_grad_()
         with model.no_sync() if no_sync else nullcontext():
-            (slope,) = torch.autograd.grad(model(features).sum(), features, create_graph=True)
+            (slope,) = torch.autograd.grad(model(features).sum(), net.first.weight, create_graph=True)
             slope.square().mean().backward()
 
 

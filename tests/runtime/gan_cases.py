@@ -128,6 +128,19 @@ def accumulating(gan: Gan) -> None:
         step_generator(gan, fake)
 
 
+def accumulating_batches(gan: Gan) -> None:
+    """The discriminator steps on every other batch; the generator learns through it all the while."""
+    for index, (real, noise) in enumerate(gan.batches):
+        last = index % 2 == 1
+        with nullcontext() if last else gan.no_sync():
+            fake = gan.gen(noise)
+            (softplus(-gan.disc(real)).mean() + softplus(gan.disc(fake.detach())).mean()).backward()
+            step_generator(gan, fake)
+        if last:
+            gan.opt_d.step()
+            gan.opt_d.zero_grad()
+
+
 def ahead(gan: Gan) -> None:
     gan.batches = itertools.islice(gan.batches, FEED.num_batches - 1)  # the feed itself ends by break
     generator_first(gan)
@@ -145,6 +158,7 @@ LOOPS: dict[str, Callable[[Gan], None]] = {
     "a gradient penalty": penalised,
     "two steps of the discriminator": two_steps,
     "accumulation": accumulating,
+    "accumulation over batches": accumulating_batches,
 }
 AHEAD = {"generator first": ahead, "discriminator first": ahead_discriminator_first}
 FEED = Loaded(totals=(12, 16, 14))

@@ -125,7 +125,7 @@ def test_the_noise_scale_is_known_where_adam_steps_a_part_of_the_parameters(told
 
 
 @pytest.mark.parametrize("how", ["loss", "no_sync"])
-def test_a_gradient_penalty_through_weighted_outputs_is_refused_on_every_rank(told, how):
+def test_a_penalty_on_inner_slopes_through_weighted_outputs_is_refused_on_every_rank(told, how):
     for answers in told:
         raised = answers[f"penalty, {how}"]
         assert isinstance(raised, Raised)

@@ -46,7 +46,16 @@ from cannikin.runtime.step import (
     is_alike,
 )
 from cannikin.runtime.update import Rates, Update
-from cannikin.runtime.weighting import RunningStatistics, joins, scale_outputs, watch_outputs, weigh
+from cannikin.runtime.weighting import (
+    RunningStatistics,
+    is_inward,
+    joins,
+    refuse_inner_slopes,
+    scale_inputs,
+    scale_outputs,
+    watch_outputs,
+    weigh,
+)
 from cannikin.runtime.wire import Exchange
 
 _CUT = 30  # steps in parts after which these are measured: plans do not spare this rank
@@ -95,6 +104,7 @@ class Loop:
         self._item_count: Callable[[Any], float] | None = None
         self._part: Part | None = None  # the micro-batch in hand
         self._batch_dim, self._slicer = batch_dim, Slicer(batch_dim)
+        self._has_marked_inputs = False  # the last forward whose outputs are
         self._cuts_batches = False  # the script uses micro_batches()
         self._sizes: set[int] = set()  # that steps were finished with
         self._unsynced = 0  # backward passes under no_sync whose gradients wait for the next synchronised one
@@ -249,10 +259,10 @@ class Loop:
 
     # Forward.
 
-    def _before_forward(self, module: Any, args: Any, kwargs: Any) -> None:
+    def _before_forward(self, module: Any, args: Any, kwargs: Any) -> Any:
         self._statistics.finish_average()
         if not (module.training and torch.is_grad_enabled()):
-            return
+            return None
         if self._part is None:
             self._skip_to(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
         step = self.current_or_next()
@@ -264,6 +274,27 @@ class Loop:
             step.forward_start = self._device.mark()
         local, total = step.entry.local_batch, step.entry.total_batch
         self._notices.begin_forward(local, is_unequal=local * self._exchange.world_size != total)
+        scale = self._output_scale(module, step)
+        if scale is None:
+            return None
+        inputs = scale_inputs((args, kwargs), lambda: 1.0 / scale() if scale() else 0.0)
+        self._has_marked_inputs = inputs is not None
+        return inputs
+
+    def _accumulates(self, module: Any) -> bool:
+        """Return whether gradients of this forward pile up on others, or under others."""
+        synced = self._reducer.syncs(module) if self._part is None else self._part.synced
+        return not synced or self._unsynced > 0
+
+    def _output_scale(self, module: Any, step: StepInProgress) -> Callable[[], float] | None:
+        """Return what tells the factor on the gradient of this forward's outputs; None where there is none."""
+        part, world_size = self._part, self._exchange.world_size
+        averages = self._weighting == "none"  # the hook does: parts of a sum add up, and padding must not
+        share = 1.0 if part is None or averages else part.share
+        share = 0.0 if averages and step.entry.is_padding else share
+        if is_inward(self._weighting, accumulating=self._accumulates(module)):
+            return lambda: share * world_size * step.share()
+        return None if part is None and share == 1.0 else lambda: share
 
     def _skip_to(self, inputs: Iterable[torch.Tensor]) -> None:
         """Forget batches that the loop has passed over, where these inputs are certainly of a later one."""
@@ -424,12 +455,8 @@ class Loop:
         self._statistics.note_forward()
         if self._reducer.syncs(module) and not joins(module):
             self._average_statistics()
-        synced = self._reducer.syncs(module) if part is None else part.synced
-        world_size = self._exchange.world_size
-        inward = weigh(step, self._weighting, world_size, accumulating=not synced or self._unsynced > 0)
-        averages = self._weighting == "none"  # the hook does: parts of a sum add up, and padding must not
-        share = 1.0 if part is None or averages else part.share
-        share = 0.0 if averages and step.entry.is_padding else share
+        weigh(step, self._weighting, self._exchange.world_size, accumulating=self._accumulates(module))
+        scale, has_marked_inputs = self._output_scale(module, step), self._has_marked_inputs
 
         def begin(*_: Any) -> None:
             self._notices.begin_backward()
@@ -438,19 +465,21 @@ class Loop:
             if step.backward_start is None or (part is not None and not step.synced):
                 step.backward_start = self._device.mark()
 
-        def begin_and_weigh() -> float:
+        def begin_and_scale() -> float:
             begin()
-            return share * world_size * step.share() if inward else share
+            factor = 1.0 if scale is None else scale()
+            if factor not in (0.0, 1.0) and not has_marked_inputs:
+                refuse_inner_slopes()
+            return factor
 
-        scaled = inward or part is not None or share == 0.0
-        if scaled:
-            output, num_marked = scale_outputs(output, begin_and_weigh)
+        if scale is not None:
+            output, num_marked = scale_outputs(output, begin_and_scale)
         else:
             handles = watch_outputs(output, begin)
             step.watches += handles
             num_marked = len(handles)
         if num_marked == 0 and self._num_taken == 1:
-            _explain_unmarked(output, needed=scaled)
+            _explain_unmarked(output, needed=scale is not None)
         return output
 
     def _pile(self, step: StepInProgress) -> None:

@@ -49,17 +49,38 @@ def refuse_sparse(module: torch.nn.Module) -> None:
             raise InvalidInputError(f"{name} has sparse gradients, which cannot be weighted: pass it sparse=False")
 
 
-def weigh(step: StepInProgress, weighting: str, world_size: int, *, accumulating: bool) -> bool:
-    """Set what the hook multiplies by; return whether the gradient of forward's outputs is to be weighted instead.
+def is_inward(weighting: str, *, accumulating: bool) -> bool:
+    """Return whether gradients are weighted where they enter the network, at forward's outputs."""
+    return weighting == "loss" or (weighting == "hook" and accumulating)
+
+
+def weigh(step: StepInProgress, weighting: str, world_size: int, *, accumulating: bool) -> None:
+    """Set what the hook multiplies by, which is less where the gradient of forward's outputs is weighted instead.
 
     Gradients that pile up under no_sync may stem from different splits, so they are weighted on their way in.
     """
-    inward = weighting == "loss" or (weighting == "hook" and accumulating)
+    inward = is_inward(weighting, accumulating=accumulating)
     step.weight = None if weighting == "hook" and not inward else 1.0 / world_size
     scale = world_size * step.entry.local_batch / step.entry.total_batch
     # Without weighting the gradient is this rank's part of a sum, and as large as the share.
     step.norm_scale = 1.0 / scale**2 if (inward or weighting == "none") and scale > 0 else 1.0
-    return inward
+
+
+class _Scale(torch.autograd.Function):
+    """A gradient times a factor, whose own gradient passes unchanged.
+
+    So a penalty on gradients is weighted once: its second-order gradient enters a network whose first-order gradients
+    have been scaled already. With a factor s on the outputs and 1/s on the inputs, the slope is g = 1/s J' (s v), and
+    the gradient of a penalty on it comes out times s, as that of any other loss.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor, scale: float) -> torch.Tensor:
+        return gradient * scale if scale else torch.zeros_like(gradient)  # not multiplied by 0: 0 x NaN is NaN
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
 
 
 class _Mark(torch.autograd.Function):
@@ -79,14 +100,26 @@ class _Mark(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, torch.Tensor, None]:
         (gradient,) = gradients
         scale = ctx.callback()
-        if torch.is_grad_enabled() and scale != 0.0:  # the gradient of this gradient would be weighted twice
-            raise InvalidInputError(
-                "create_graph=True through outputs whose gradients are weighted, as in a gradient penalty, is not "
-                "possible: accumulate without no_sync and micro_batches, and use weighting='hook', not 'loss'"
-            )
-        if scale == 0.0:
-            return None, torch.zeros_like(gradient), None  # not multiplied by 0: 0 x NaN is NaN
-        return None, gradient if scale == 1.0 else gradient * scale, None
+        if scale == 1.0:
+            return None, gradient, None
+        return None, _Scale.apply(gradient, scale), None  # type: ignore[no-untyped-call]
+
+
+def scale_inputs(inputs: Any, callback: Any) -> Any:
+    """Undo, in the gradient that leaves the network by its inputs, what is done to that of its outputs.
+
+    What made the inputs, such as a GAN's generator, has a weight of its own. None where no input has a gradient.
+    """
+    return _scaled(inputs, callback, alone=True) if _with_gradient(inputs) else None
+
+
+def refuse_inner_slopes() -> None:
+    """Refuse a graph of gradients by something inside of the network, which cannot be freed of the weight on them."""
+    if torch.is_grad_enabled():
+        raise InvalidInputError(
+            "create_graph=True, as in a gradient penalty, through outputs whose gradients are weighted, and not by an "
+            "input of forward: accumulate without no_sync and micro_batches, and use weighting='hook', not 'loss'"
+        )
 
 
 def scale_outputs(output: Any, callback: Any) -> tuple[Any, int]:
