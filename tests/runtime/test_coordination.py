@@ -240,7 +240,7 @@ def test_a_planner_that_lets_the_total_grow_and_gives_no_noise_estimate_is_told_
 def sent_by(steps: list[tuple[int, int]]) -> torch.Tensor:
     """A rank's vector of steps (b_i, B), of which nothing was measured; a total of 0 is not checked."""
     taken = [
-        StepInProgress(BatchEntry(step=step, local_batch=local, total_batch=max(total, 1), checked=total > 0))
+        StepInProgress(BatchEntry(step=step, local_batch=local, total_batch=max(total, 1), whole=total > 0))
         for step, (local, total) in enumerate(steps)
     ]
     return encode_steps(taken, start_reading(taken, Cpu()), Cpu())
