@@ -40,7 +40,8 @@ def test_a_sum_over_ranks_in_the_loss_is_warned_of_with_its_line(told):
 
 
 @pytest.mark.parametrize(
-    "name", ["nothing", "ours", "sum after backward", "gather, even", "second, frozen", "second, follows"]
+    "name",
+    ["nothing", "ours", "padded by hand", "sum after backward", "gather, even", "second, frozen", "second, follows"],
 )
 def test_nothing_is_said_of_what_is_right(told, name):
     assert values(told, name) == [([], "", False)] * 2

@@ -41,7 +41,7 @@ def _codes(*names: str) -> dict[CodeType, str]:
 
 _GATHERS = _codes("all_gather", "all_gather_into_tensor", "gather", "all_to_all", "all_to_all_single")
 _SUMS = _codes("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor")
-_ROWS = ("tensor", "input_tensor", "input")  # what these functions call what they send
+_SENT = ("tensor", "input_tensor", "input")  # what these functions call what they send
 
 
 class Notices:
@@ -61,6 +61,7 @@ class Notices:
         self._ddp_looks = _DDP_LOOKS if may_differ and seeks_models and rank == 0 else ()
         self._is_open = False
         self._local_batch, self._is_unequal = 0, False
+        self._knows_sizes = False  # the script has told ranks whole numbers, as one does that pads to the largest batch
         self._warned: set[str] = set()
         self._gathers: set[str] = set()  # lines of the script that gather rows of the batch
         self._looked_at: set[int] = set()  # local batches
@@ -88,6 +89,7 @@ class Notices:
             self._num_looks += 1
             self._looked_at.add(local_batch)
             self._local_batch, self._is_unequal, self._is_open = local_batch, is_unequal, True
+            self._knows_sizes = False
             sys.setprofile(self._see)
 
     def begin_backward(self) -> None:
@@ -103,13 +105,20 @@ class Notices:
         if not self._is_open:
             self._end()
         elif event == "call" and (frame.f_code in _GATHERS or frame.f_code in _SUMS):
-            place = _place(frame.f_back)
-            if place is None:
+            place, given = _place(frame.f_back), frame.f_locals
+            sent = next((given[key] for key in _SENT if isinstance(given.get(key), torch.Tensor)), None)
+            if place is None or sent is None:
                 return
-            if frame.f_code in _SUMS:
+            samples = (self._local_batch, 2 * self._local_batch)  # rows of one view, or of two
+            if not sent.is_floating_point() and not (sent.ndim and len(sent) in samples):
+                self._knows_sizes = True
+            elif frame.f_code in _SUMS:
                 self._warn_of_sum(place, _SUMS[frame.f_code])
-            else:
-                self._note_gather(place, _GATHERS[frame.f_code], frame.f_locals)
+            elif sent.ndim > 1 and not self._knows_sizes:
+                # The rows of padding tell nothing.
+                is_of_batch = place in self._gathers if self._local_batch == 0 else len(sent) in samples
+                if is_of_batch:
+                    self._note_gather(place, _GATHERS[frame.f_code], len(sent))
 
     def _warn_of_sum(self, place: str, name: str) -> None:
         self._warn(
@@ -119,17 +128,11 @@ class Notices:
             "model.weighted_mean(loss) for a number to be logged (docs/recipes/centres.md)",
         )
 
-    def _note_gather(self, place: str, name: str, given: dict[str, Any]) -> None:
-        """Warn of a gather of one or two rows per sample; raise where another rank has another number of these."""
-        rows = next((given[key] for key in _ROWS if isinstance(given.get(key), torch.Tensor)), None)
-        if rows is None or rows.ndim < 2:
-            return
-        is_padding = self._local_batch == 0  # whose rows tell nothing
-        if not (is_padding and place in self._gathers) and len(rows) not in (self._local_batch, 2 * self._local_batch):
-            return
+    def _note_gather(self, place: str, name: str, num_rows: int) -> None:
+        """Warn of a gather of rows of the batch; raise where another rank has another number of these."""
         self._gathers.add(place)
         text = (
-            f"{place} calls {name} on a tensor with {len(rows)} rows at a local batch of {self._local_batch}: local "
+            f"{place} calls {name} on a tensor with {num_rows} rows at a local batch of {self._local_batch}: local "
             "batches become unequal, and torch gathers equal shapes only; use `rows, numbers = model.all_gather(x)` "
             "(docs/recipes/contrastive.md), or pin equal batches by local_batches="
         )
