@@ -224,8 +224,8 @@ class Bookmark:
 
     Examples:
         >>> mark = Bookmark(num_samples=10, seed=0, shuffle=True)
-        >>> mark.begin()
-        EpochState(epoch=0, position=0)
+        >>> mark.begin().position
+        0
         >>> mark.advance(4)
         >>> mark.end()
         >>> mark.state_dict()["position"], mark.epoch

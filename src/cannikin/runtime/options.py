@@ -174,7 +174,8 @@ def check_model(module: object, optimizer: object, policy: object) -> list[torch
     for each in optimizers:
         groups = getattr(each, "param_groups", None)
         if groups is None:
-            raise InvalidInputError(f"the optimizer is a {type(each).__name__}: give a torch.optim.Optimizer")
+            what = f"a {type(each).__name__}" if len(optimizers) == 1 else f"a list with a {type(each).__name__} in it"
+            raise InvalidInputError(f"the optimizer is {what}: give a torch.optim.Optimizer, or a list of these")
         if not any(id(parameter) in own for group in groups for parameter in group["params"]):
             raise InvalidInputError(
                 "the optimizer has none of the model's parameters: build it from module.parameters() of the module "
