@@ -223,6 +223,7 @@ def test_nothing_is_slowed_once_it_is_removed(throttle, clock):
     net = network()
     net(inputs()).sum().backward()
     throttle.remove()
+    assert not torch.nn.modules.module._has_any_global_hook()
     clock.sleeps.clear()
     net(inputs()).sum().backward()
     assert clock.sleeps == []

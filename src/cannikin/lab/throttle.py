@@ -118,6 +118,8 @@ class Throttle:
         """Slow nothing from now on: hooks on parameters wait for a forward."""
         for handle in self._handles:
             handle.remove()
+            # torch leaves it in this table, and warns of a global hook whenever something is compiled.
+            torch.nn.modules.module._global_forward_hooks_with_kwargs.pop(handle.id, None)
 
     def _before_module(self, module: torch.nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():  # inside a compiled module, which has these hooks itself
