@@ -12,7 +12,7 @@ demo: $(READY)
 	$(BIN)/cannikin demo
 
 test: $(READY)
-	$(BIN)/pytest -n 2 --dist loadgroup
+	$(BIN)/pytest -n 2 --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -432,8 +432,13 @@ def warnings_of_bad_gradients(
 def leave_out_bad_gradients(
     model: HeteroDataParallel, optimizer: Any, bad: dict[int, tuple[int, ...]], value: float, num_parts: int = 1
 ) -> list[int]:
-    """A script that leaves out steps whose gradient is not finite, as many do; which those were."""
-    loader = HeteroDataLoader(Numbered(600), model=model, batch_size=6)
+    """A script that leaves out steps whose gradient is not finite, as many do; which those were.
+
+    Local batches are set: with those that follow from times, the noise scale would be another one in every run.
+    """
+    n = model.engine.world_size
+    local_batches = [6 // n + (rank < 6 % n) for rank in range(n)]
+    loader = HeteroDataLoader(Numbered(600), model=model, batch_size=6, local_batches=local_batches)
     seen = []
     for number, (features, targets, _) in enumerate(loader):
         is_last = (number + 1) % num_parts == 0
