@@ -11,7 +11,7 @@ from clusters import KINDS, clusters, clusters_with_total, draw_cluster, rng_of
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from cannikin.core.perf import Cluster, Curve, even_speed, even_step_time, hardware_use, step_time
+from cannikin.core.perf import Cluster, Curve, even_speed, even_step_time, hardware_use, rescaled_tails, step_time
 from cannikin.core.split import optimal_split
 from cannikin.errors import InvalidInputError
 
@@ -80,6 +80,27 @@ def test_a_ring_of_one_rank_less_scales_by_n_times_n_less_2_over_n_less_1_square
     curve = Curve(fixed_s=np.ones(n), per_sample_s=np.ones(n))
     smaller = Cluster(forward=curve, backward=curve, gammas=[1.0], tails_s=[1.0]).without(0)
     assert smaller.tails_s[0] == pytest.approx(n * (n - 2) / (n - 1) ** 2, rel=1e-15, abs=0)
+
+
+@pytest.mark.parametrize("n", range(2, 20))
+def test_a_rank_that_comes_back_brings_the_ring_back_as_it_was(n: int) -> None:
+    tails_s = np.array([3.0, 0.7])
+    assert rescaled_tails(rescaled_tails(tails_s, n, n + 1), n + 1, n) == pytest.approx(tails_s, rel=1e-15)
+    assert rescaled_tails(tails_s, n, n + 1)[0] == pytest.approx(3.0 * (n / (n + 1)) / ((n - 1) / n), rel=1e-15)
+
+
+def test_one_rank_alone_tells_nothing_of_the_all_reduces_of_several() -> None:
+    assert rescaled_tails([3.0], 1, 4).tolist() == [0.0]
+    assert rescaled_tails([3.0], 1, 1).tolist() == [3.0]
+
+
+def test_a_cluster_grows_by_ranks_like_those_it_has() -> None:
+    cluster = trio(min_batch=[1, 2, 3], max_batch=[10, 20, 30], names=["a", "b", "c"])
+    more = cluster.take([0, 1, 2, 1])
+    assert more.names == ("a", "b", "c", "b")
+    assert more.backward.fixed_s.tolist() == [1.0, 2.0, 3.0, 2.0]
+    assert more.max_batch.tolist() == [10, 20, 30, 20]
+    assert more.tails_s == pytest.approx(cluster.tails_s * (3 / 4) / (2 / 3), rel=1e-15)
 
 
 def test_a_rank_that_leaves_takes_its_curves_bounds_and_name_along() -> None:

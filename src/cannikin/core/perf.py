@@ -165,22 +165,34 @@ class Cluster:
         return len(self.forward.fixed_s)
 
     def without(self, rank: int) -> Cluster:
-        """Return the cluster after one rank has left; a ring all-reduce's bandwidth time goes as (n - 1)/n."""
+        """Return the cluster after one rank has left."""
         if not 0 <= rank < self.num_ranks:
             raise InvalidInputError(f"rank={rank}: this cluster has ranks 0 to {self.num_ranks - 1}")
         if self.num_ranks == 1:
             raise InvalidInputError(f"{self.names[0]!r} is the only rank: nothing would be left")
-        rest, n = np.delete(np.arange(self.num_ranks), rank), self.num_ranks
+        return self.take(np.delete(np.arange(self.num_ranks), rank))
+
+    def take(self, ranks: npt.ArrayLike) -> Cluster:
+        """Return a cluster of these ranks, each as often as it is named; communication is rescaled (`rescaled_tails`).
+
+        Example:
+            >>> curve = Curve(fixed_s=[1.0, 2.0], per_sample_s=[0.25, 0.5])
+            >>> pair = Cluster(forward=curve, backward=curve, gammas=[1.0], tails_s=[3.0], names=("new", "old"))
+            >>> more = pair.take([0, 0, 1])
+            >>> more.names, more.forward.fixed_s.tolist(), more.tails_s.tolist()
+            (('new', 'new', 'old'), [1.0, 1.0, 2.0], [4.0])
+        """
+        chosen = np.asarray(ranks, dtype=np.int64)
         return replace(
             self,
-            forward=self.forward.take(rest),
-            backward=self.backward.take(rest),
-            gammas=self.gammas[rest],
-            tails_s=self.tails_s * ((n - 2) / (n - 1) * n / (n - 1)),
-            min_batch=self.min_batch[rest],
-            max_batch=self.max_batch[rest],
-            names=tuple(name for i, name in enumerate(self.names) if i != rank),
-            load=self.load.take(rest),
+            forward=self.forward.take(chosen),
+            backward=self.backward.take(chosen),
+            gammas=self.gammas[chosen],
+            tails_s=rescaled_tails(self.tails_s, self.num_ranks, len(chosen)),
+            min_batch=self.min_batch[chosen],
+            max_batch=self.max_batch[chosen],
+            names=tuple(self.names[rank] for rank in chosen.tolist()),
+            load=self.load.take(chosen),
         )
 
     @cached_property
@@ -212,6 +224,25 @@ class Cluster:
         """Return when each rank alone has reduced its buckets and loaded its next batch, seconds, [n]."""
         times: FloatArray = self.bucket_times(local_batches).max(axis=1)
         return np.maximum(times, self.load.at(local_batches)) if self.loads else times
+
+
+def rescaled_tails(tails_s: npt.ArrayLike, before: int, after: int) -> FloatArray:
+    """Return all-reduce times that were measured between `before` ranks as they would be between `after` ranks.
+
+        C' = C * (1 - 1/n') / (1 - 1/n)
+
+    In a ring of n ranks each sends and receives 2 (n - 1)/n of the bytes, at the pace of the slowest link, which is
+    taken to stay as it was. One rank alone sends nothing, so its tails say nothing about a ring: they stay 0.
+
+    Example:
+        >>> rescaled_tails([6.0, 1.5], 4, 2).tolist(), rescaled_tails([6.0], 2, 1).tolist()
+        ([4.0, 1.0], [0.0])
+    """
+    tails = np.asarray(tails_s, dtype=np.float64)
+    if before == after:
+        return tails.copy()
+    # By whole numbers first: the times of like rings then agree to the last digit.
+    return tails * ((after - 1) * before / (after * (before - 1))) if before > 1 else np.zeros_like(tails)
 
 
 def _choices(curve: Curve) -> list[tuple[FloatArray, FloatArray]]:
