@@ -147,6 +147,23 @@ def accumulation(rank: int) -> list[float]:
     return statistics(model.module)[:-1]
 
 
+def lone_last_samples(rank: int) -> list[tuple[list[int], float]]:
+    """The totals of a pass, and its progress in steps, of datasets that leave one sample beyond whole batches."""
+    found = []
+    for length in (25, 13):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        model = HeteroDataParallel(net, optimizer)
+        data = torch.utils.data.TensorDataset(torch.randn(length, 3), torch.randn(length, 2))
+        totals = []
+        for x, y in HeteroDataLoader(data, model=model, batch_size=12, local_batches=SHARES):
+            train(model, optimizer, x, y)
+            totals.append(model.total_batch)
+        found.append((totals, model.progress))
+    return found
+
+
 def warnings_of(rank: int, reduction: str, **keywords: str) -> list[str]:
     """What is said of a loss with this reduction."""
     torch.manual_seed(0)
@@ -176,6 +193,7 @@ CASES = {
     "rank 0 alone": rank_0_alone_evaluates,
     "two forwards": two_forwards_and_frozen,
     "accumulation": accumulation,
+    "lone last samples": lone_last_samples,
 }
 
 

@@ -52,6 +52,11 @@ def test_two_forwards_may_go_before_a_backward_and_frozen_layers_keep_their_stat
     assert frozen == other_frozen == pytest.approx([0.1] * 3, rel=1e-7)
 
 
+def test_batch_norm_trains_on_a_sample_that_whole_batches_would_leave_alone(told):
+    one, other = values(told, "lone last samples")
+    assert one == other == [([12, 7, 6], 3.0), ([7, 6], 2.0)]
+
+
 def test_a_loss_that_is_a_sum_is_noticed_on_rank_0(told):
     (warning,), others = values(told, "a sum")
     assert "the loss seems to be a sum over the local batch" in warning

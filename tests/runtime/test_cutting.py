@@ -14,6 +14,7 @@ from cannikin.core.values import NO_MAX
 from cannikin.errors import InvalidInputError, StateError
 
 splits = st.lists(st.integers(1, 40), min_size=1, max_size=6)
+lengths = st.integers(2, 200)  # of an epoch
 
 
 def counts_of(split: list[int], remaining: int, min_local: int = 1) -> list[int]:
@@ -29,14 +30,16 @@ def test_slices_are_contiguous_in_rank_order_and_take_all_there_is(split, remain
     position = 0
     for (start, count), most in zip(slices, split, strict=True):
         assert start == position
-        assert 0 <= count <= most
+        assert 0 <= count <= most + (set(split) == {min_local})
         position += count
-    assert position == min(remaining, sum(split))
+    shares = min_local == 2 <= min(split) and remaining == sum(split) + 1
+    assert position == min(remaining, sum(split)) or (shares and remaining // 2 <= position <= remaining)
 
 
-@given(split=splits, extra=st.integers(0, 50))
-def test_a_full_batch_is_cut_as_planned(split, extra):
-    assert counts_of(split, sum(split) + extra) == split
+@given(split=splits, extra=st.integers(0, 50), min_local=st.integers(1, 2))
+def test_a_full_batch_is_cut_as_planned(split, extra, min_local):
+    extra += extra == 1 < min_local  # a single one that is left is another matter
+    assert counts_of(split, sum(split) + extra, min_local) == split
 
 
 @given(split=splits, data=st.data())
@@ -58,17 +61,38 @@ def test_a_short_batch_is_proportional_to_the_plan(split, data):
 
 
 @given(split=st.lists(st.integers(2, 40), min_size=1, max_size=6), data=st.data())
-def test_with_batch_norm_a_single_sample_is_left_only_where_nothing_else_is_possible(split, data):
+def test_with_batch_norm_no_rank_gets_a_single_sample_and_more_than_its_batch_only_where_it_must(split, data):
     remaining = data.draw(st.integers(0, sum(split)))
     counts = counts_of(split, remaining, min_local=2)
-    possible = remaining != 1 and any(  # some set of ranks can take them, at least 2 and at most b_i each
+    assert 1 not in counts or remaining == 1
+    possible = any(  # some set of ranks can take them, at least 2 and at most b_i each
         2 * len(ranks) <= remaining <= sum(ranks)
         for n in range(len(split) + 1)
         for ranks in itertools.combinations(split, n)
     )
-    assert (1 in counts) == (not possible and remaining > 0)
+    assert all(count <= most for count, most in zip(counts, split, strict=True)) or not possible
     if remaining >= 2 * len(split):
         assert min(counts) >= 2
+
+
+@given(plans=st.lists(st.lists(st.integers(2, 12), min_size=3, max_size=3), min_size=1, max_size=4), length=lengths)
+def test_with_batch_norm_no_epoch_ends_in_a_single_sample_whatever_the_plans(plans, length):
+    left, steps = length, 0
+    while left:
+        counts = counts_of(plans[steps % len(plans)], left, min_local=2)
+        assert 1 not in counts
+        left, steps = left - sum(counts), steps + 1
+    assert steps == num_steps(length, sum(plans[0]), min_local=2) or len(plans) > 1
+
+
+@pytest.mark.parametrize(("length", "steps"), [(1, 1), (2, 1), (3, 1), (4, 2), (9, 4)])
+def test_with_batch_norm_a_sample_joins_a_step_of_two_which_cannot_share(length, steps):
+    left, taken = length, []
+    while left:
+        taken += counts_of([2], left, min_local=2)
+        left -= taken[-1]
+    assert (len(taken), num_steps(length, 2, min_local=2)) == (steps, steps)
+    assert 1 not in taken or length == 1
 
 
 @pytest.mark.parametrize(
@@ -80,7 +104,12 @@ def test_with_batch_norm_a_single_sample_is_left_only_where_nothing_else_is_poss
         ([4, 4, 4], 5, 2, [3, 2, 0]),
         ([2, 8, 4], 1, 1, [0, 1, 0]),
         ([2, 8, 4], 1, 2, [0, 1, 0]),
-        ([2, 2], 3, 2, [2, 1]),
+        ([2, 2], 3, 2, [3, 0]),
+        ([2, 2], 5, 2, [3, 0]),
+        ([8, 4], 13, 2, [5, 2]),
+        ([8, 4], 14, 2, [8, 4]),
+        ([8, 1], 10, 2, [8, 1]),
+        ([3, 2, 2], 8, 2, [2, 2, 0]),
         ([3, 0], 2, 1, [2, 0]),
     ],
 )

@@ -341,12 +341,67 @@ def test_ranks_without_samples_get_two_that_count_for_nothing():
     batches = [list(loader) for loader in loaders]
     assert batches == [[[0, 1], [6]], [[2, 3], [7]], [[4, 5], [0, 1]]]
     assert [loader.is_padding for loader in loaders] == [False, False, True]
-    assert feed_of(loaders[2]).entries[-1] == BatchEntry(step=1, local_batch=0, total_batch=2, is_padding=True)
+    padding = BatchEntry(step=1, local_batch=0, total_batch=2, is_padding=True, ends_pass=True)
+    assert feed_of(loaders[2]).entries[-1] == padding
 
 
 @pytest.mark.parametrize("data", [Numbers(1), Stream(1)])
 def test_a_dataset_of_one_sample_pads_with_it_twice(data):
     assert [list(loader) for loader in build_all(data, [(2, 2)])] == [[[0]], [[0, 0]]]
+
+
+@pytest.mark.parametrize("data", [Numbers, SizedStream])
+@pytest.mark.parametrize(
+    ("script", "length", "totals"),
+    [
+        ([(4, 4)], 17, [8, 5, 4]),
+        ([(4, 4)], 18, [8, 8, 2]),
+        ([(2, 2)], 9, [4, 3, 2]),
+        ([(2,)], 5, [2, 3]),
+        ([(8, 8), (2, 2)], 17, [9, 4, 4]),
+        ([(4, 4), (6, 6)], 21, [8, 7, 6]),
+    ],
+)
+def test_with_batch_norm_the_last_two_steps_share_what_would_leave_a_single_sample(data, script, length, totals):
+    loaders = build_all(data(length), script, has_batch_norm=True, shuffle=False if data is Numbers else None)
+    first = len(loaders[0])
+    batches = [list(loader) for loader in loaders]
+    entries = [feed_of(loader).entries for loader in loaders]
+    assert [entry.total_batch for entry in entries[0]] == totals
+    assert len(totals) == first or len(script) > 1
+    assert all(entry.local_batch != 1 and entry.checked for own in entries for entry in own)
+    assert [entry.ends_pass for entry in entries[0]] == [False] * (len(totals) - 1) + [True]
+    kept = [
+        b for own, said in zip(batches, entries, strict=True) for b, e in zip(own, said, strict=True) if e.local_batch
+    ]
+    assert sorted(itertools.chain(*kept)) == list(range(length))
+
+
+def test_with_batch_norm_the_last_two_steps_go_on_after_a_resume_between_them():
+    loader = build(Numbers(17), [(8,)], has_batch_norm=True)
+    passing = iter(loader)
+    before = [next(passing), next(passing)]
+    resumed = build(Numbers(17), [(8,)], has_batch_norm=True)
+    resumed.load_state_dict(loader.state_dict())
+    batches = [*before, *resumed]
+    assert [len(batch) for batch in batches] == [8, 5, 4]
+    assert sorted(itertools.chain(*batches)) == list(range(17))
+
+
+def test_without_its_last_batch_an_epoch_has_whole_steps_with_batch_norm_too():
+    for data in (Numbers(17), Stream(17)):
+        (loader,) = build_all(data, [(8,)], has_batch_norm=True, drop_last=True)
+        assert [len(batch) for batch in loader] == [8, 8]
+
+
+@pytest.mark.parametrize(("position", "data"), [(0, Numbers(1)), (16, Numbers(17)), (0, Stream(1))])
+def test_with_batch_norm_a_sample_that_is_alone_is_given_twice_and_counts_once(position, data):
+    (loader,) = build_all(data, [(8,)], has_batch_norm=True)
+    loader.load_state_dict({**loader.state_dict(), "position": position})
+    ((first, second),) = loader
+    assert first == second
+    (entry,) = feed_of(loader).entries
+    assert (entry.local_batch, entry.total_batch, entry.checked) == (1, 1, False)
 
 
 def test_with_batch_norm_a_short_batch_gives_no_rank_a_single_sample():

@@ -48,8 +48,11 @@ def cut(local_batches: Sequence[int], remaining: int, *, min_local: int = 1) -> 
         q_i = R b_i / B,    rounded by largest remainders,
 
     but every rank gets at least `min_local` samples where R suffices, and where it does not, the ranks with the
-    smallest local batches get none (a padding batch). No rank ever gets more than its b_i, which may be all that its
-    memory holds; one rank gets fewer than `min_local` if there is no other way.
+    smallest local batches get none (a padding batch). Where a whole step would leave fewer than `min_local` samples
+    for the last one, this step and the last one take half of the samples each.
+
+    No rank gets more than its b_i, which may be all that its memory holds, with one exception: where every b_i is
+    `min_local` and the samples come out odd, one rank gets one more. A sample that is the only one left stays alone.
 
     Args:
         local_batches: b_i of the plan in force.
@@ -65,10 +68,22 @@ def cut(local_batches: Sequence[int], remaining: int, *, min_local: int = 1) -> 
         ((0, 2), (2, 2))
         >>> cut([6, 2], 3, min_local=2)
         ((0, 3), (3, 0))
+        >>> cut([6, 2], 9, min_local=2)  # and then the other 4
+        ((0, 3), (3, 2))
     """
-    counts = list(local_batches) if remaining >= sum(local_batches) else _resplit(local_batches, remaining, min_local)
+    total = _next_total(local_batches, remaining, min_local)
+    counts = list(local_batches) if total == sum(local_batches) else _resplit(local_batches, total, min_local)
     starts = np.cumsum([0, *counts]).tolist()
     return tuple(zip(starts[:-1], counts, strict=True))
+
+
+def _next_total(local_batches: Sequence[int], remaining: int, min_local: int) -> int:
+    """Return the samples of the next step: those of the plan, unless they leave too few for a step of their own."""
+    total = sum(local_batches)
+    rest = remaining - total
+    if not 0 < rest < min_local or min(local_batches) < min_local:  # a plan below min_local is the user's wish
+        return min(total, remaining)
+    return remaining if remaining < 2 * min_local else -(-remaining // 2)
 
 
 def _resplit(local_batches: Sequence[int], remaining: int, min_local: int) -> list[int]:
@@ -77,8 +92,10 @@ def _resplit(local_batches: Sequence[int], remaining: int, min_local: int) -> li
     chosen = by_size[: remaining // min_local]
     counts = [0] * len(local_batches)
     if sum(local_batches[i] for i in chosen) < remaining:  # too few ranks reach min_local: fill the largest first
-        for i in by_size:
+        enough = remaining >= min_local <= min(local_batches)
+        for i in chosen if enough else by_size:
             counts[i] = min(local_batches[i], remaining - sum(counts))
+        counts[by_size[0]] += remaining - sum(counts)  # better one too many than one alone on its rank
         return counts
     while True:  # ranks whose share is below the minimum get the minimum, the others share the rest
         rest = remaining - sum(counts)
@@ -97,14 +114,21 @@ def _resplit(local_batches: Sequence[int], remaining: int, min_local: int) -> li
     return counts
 
 
-def num_steps(remaining: int, total_batch: int, *, drop_last: bool = False) -> int:
+def num_steps(remaining: int, total_batch: int, *, drop_last: bool = False, min_local: int = 1) -> int:
     """Return the number of steps that `remaining` samples make at a total batch of `total_batch`.
+
+    `min_local` is as in `cut`, and at most the plan's smallest local batch: a rest below it that is too small to share
+    a step's samples with joins that step.
 
     Examples:
         >>> num_steps(10, 4), num_steps(10, 4, drop_last=True)
         (3, 2)
+        >>> num_steps(5, 2, min_local=2)
+        2
     """
-    return remaining // total_batch if drop_last else -(-remaining // total_batch)
+    whole, rest = divmod(remaining, total_batch)
+    joins = whole > 0 and rest < min_local and total_batch + rest < 2 * min_local
+    return whole if drop_last or rest == 0 or joins else whole + 1
 
 
 def whole_number(name: str, value: object, *, low: int, high: int | None = None) -> int:

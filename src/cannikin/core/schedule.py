@@ -125,19 +125,20 @@ class Schedule:
             self._gains[key] = 1.0 if noise is None else noise.gain(num_batches * total, initial)
         return self._gains[key]
 
-    def length(self, step: int, total_batch: int | None = None) -> float:
+    def length(self, step: int, total_batch: int | None = None, *, ends_pass: bool = True) -> float:
         """Return how many initial batches the samples of this step's batch make, B/B0.
 
-        A short last batch is lengthened by what the last one of a pass at B0 would lack, so that no pass is longer than
-        `Job.pass_steps`, and one at B0 is just that.
+        The last batch of a pass, where it is not the plan's, is lengthened by what the last one of a pass at B0 would
+        lack, so that no pass is longer than `Job.pass_steps`, and one at B0 is just that.
 
         Args:
             step: whose plan is asked for.
             total_batch: the samples that were cut for it; the plan's where left out.
+            ends_pass: whether these are the last of a pass.
         """
         full, initial = self.plan_at(step).total_batch, self.job.batch_size
-        if total_batch is None or total_batch >= full:
-            return full / initial
+        if total_batch is None or total_batch == full or not ends_pass:
+            return min(full, total_batch or full) / initial
         if self.job.num_samples is None or self.job.pass_steps is None:
             return float(-(-total_batch // initial))
         return self.job.pass_steps - (self.job.num_samples - total_batch) / initial

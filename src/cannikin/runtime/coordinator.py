@@ -169,7 +169,10 @@ class Coordinator:
         schedule, last = self.schedule, steps[-1].entry.step
         counted = [step.entry for step in steps if not step.entry.is_extra] or [steps[-1].entry]
         # What the user says of a batch (use_batch) may count other things than the loader's samples.
-        lengths = [schedule.length(entry.step, None if entry.is_told else entry.total_batch) for entry in counted]
+        lengths = [
+            schedule.length(entry.step, None if entry.is_told else entry.total_batch, ends_pass=entry.ends_pass)
+            for entry in counted
+        ]
         return progress.worth(lengths=lengths, gain=schedule.gain_at(last, len(lengths)), ratio=schedule.length(last))
 
     @property

@@ -97,7 +97,8 @@ class HeteroDataLoader(_OverPasses):
             ...
 
     Every rank takes the same number of steps. A short last batch is split over the ranks in proportion to the plan; a
-    rank left without samples gets two samples of the dataset that count for nothing (`is_padding`). Each `iter()`
+    rank left without samples gets two samples of the dataset that count for nothing (`is_padding`). With BatchNorm,
+    which cannot normalise one sample, the last two steps share theirs where one would be left. Each `iter()`
     begins the next epoch unless `set_epoch()` or a loaded state says otherwise; a loop broken off abandons its epoch.
     With workers a new plan takes effect once the batches already asked for, `prefetch_depth`, are used up.
 

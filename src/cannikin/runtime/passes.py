@@ -102,12 +102,15 @@ class CutStep:
         start: where this rank's slice begins, counted from the first sample of the epoch.
         position: samples of the epoch that are handed out once this step is.
         shards: of each rank's stream, where each has its own.
+        copies: how often this rank's samples are given: twice where it is the only one left, which BatchNorm cannot
+            normalise alone. It counts once.
     """
 
     entry: BatchEntry
     start: int
     position: int
     shards: tuple[int, ...] = ()
+    copies: int = 1
 
 
 class Cutter:
@@ -117,7 +120,7 @@ class Cutter:
         feed: what the loader is bound to, which knows the plans.
         rank: whose slices these are.
         drop_last: leave out a last batch shorter than the plan's total.
-        min_local: fewest samples a rank should get of a short last batch.
+        min_local: fewest samples a rank should get of a short last batch (`least_local`).
     """
 
     def __init__(self, feed: Loop, rank: int, *, drop_last: bool, min_local: int) -> None:
@@ -131,9 +134,10 @@ class Cutter:
         self.plan: Plan | None = None
 
     def look(self) -> int:
-        """Return the total batch planned for the step about to be cut."""
+        """Return how many samples must be in sight to cut the next step: the plan's, and those it may not leave."""
         self.plan = self._feed.plan_at(self._step)
-        return self.plan.total_batch
+        ahead = 0 if self._drop_last or self._min_local == 1 else self._min_local
+        return self.plan.total_batch + ahead
 
     def cut(self, position: int, remaining: int) -> CutStep | None:
         """Return the step at `position` with `remaining` samples left, after `look`; None where the pass is over."""
@@ -141,13 +145,27 @@ class Cutter:
         assert plan is not None, "look() comes first"
         if remaining == 0 or (self._drop_last and remaining < plan.total_batch):
             return None
-        start, count = cut(plan.local_batches, remaining, min_local=self._min_local)[self._rank]
-        total = min(plan.total_batch, remaining)
-        entry = BatchEntry(step=self._step, local_batch=count, total_batch=total, is_padding=count == 0)
+        if self._drop_last:
+            remaining = plan.total_batch
+        slices = cut(plan.local_batches, remaining, min_local=self._min_local)
+        (start, count), total = slices[self._rank], sum(slices[-1])
+        copies = self._copies(plan, count)
+        entry = BatchEntry(
+            step=self._step,
+            local_batch=count,
+            total_batch=total,
+            is_padding=count == 0,
+            checked=copies == 1,
+            ends_pass=total == remaining,
+        )
         self._step += 1
         self.num_cut += 1
         self.position = position + total
-        return CutStep(entry=entry, start=position + start, position=self.position)
+        return CutStep(entry=entry, start=position + start, position=self.position, copies=copies)
+
+    def _copies(self, plan: Plan, count: int) -> int:
+        """Return how often samples are given; plans that ask for single samples are the user's wish."""
+        return 2 if count == 1 < min(self._min_local, plan.local_batches[self._rank]) else 1
 
     def take(self, shards: tuple[int, ...], count: int) -> CutStep:
         """Return a step in which this rank has `count` samples of its own stream, after `look`.
@@ -156,18 +174,20 @@ class Cutter:
         """
         plan = self.plan
         assert plan is not None, "look() comes first"
+        copies = self._copies(plan, count)
         entry = BatchEntry(
             step=self._step,
             local_batch=count,
             total_batch=plan.total_batch,
             is_padding=count == 0,
+            checked=copies == 1,
             own=True,
             whole=False,
         )
         self._step += 1
         self.num_cut += 1
         after = tuple(n + b for n, b in zip(shards, plan.local_batches, strict=True))
-        return CutStep(entry=entry, start=shards[self._rank], position=sum(after), shards=after)
+        return CutStep(entry=entry, start=shards[self._rank], position=sum(after), shards=after, copies=copies)
 
 
 def two_of(samples: list[Any]) -> list[Any]:
@@ -206,7 +226,7 @@ class IndexSource:
             if step is None:
                 return
             mine = order[step.start : step.start + step.entry.local_batch].tolist()
-            yield step, mine or two_of(order[:2].tolist())
+            yield step, mine * step.copies or two_of(order[:2].tolist())
             position = step.position
 
 
@@ -229,6 +249,7 @@ class Passes:
         self.source = source
         self._num_samples = num_samples
         self._drop_last = drop_last
+        self._min_local = least_local(engine.has_batch_norm)
         self._cutter: Cutter | None = None
 
     def bind(self, loader: BatchSource, job: Job) -> Loop:
@@ -245,8 +266,7 @@ class Passes:
         """Yield the steps of one pass; a resumed pass that has none left becomes one over the next epoch."""
         while True:
             state = self.bookmark.begin()
-            min_local = least_local(self._engine.has_batch_norm)
-            cutter = Cutter(self.feed, self._engine.rank, drop_last=self._drop_last, min_local=min_local)
+            cutter = Cutter(self.feed, self._engine.rank, drop_last=self._drop_last, min_local=self._min_local)
             self._cutter = cutter
             yield from self.source.steps(state, cutter)
             if cutter.num_cut or not state.position:
@@ -264,4 +284,5 @@ class Passes:
 
     def _steps_from(self, position: int, plan: Plan) -> int:
         remaining = max(0, (self._num_samples or 0) - position)
-        return num_steps(remaining, plan.total_batch, drop_last=self._drop_last)
+        min_local = min(self._min_local, *plan.local_batches)
+        return num_steps(remaining, plan.total_batch, drop_last=self._drop_last, min_local=min_local)

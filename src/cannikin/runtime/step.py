@@ -57,6 +57,7 @@ class BatchEntry:
             not so where the script has left samples out, or has a loader of its own.
         is_told: the numbers are the script's (`use_batch`), which may count other things than the loader's samples.
         is_extra: not a batch of the loader's: one of the user's own, or the batch before once more.
+        ends_pass: whether it is the last of a pass, as far as all ranks' samples are one row.
         tensors: weak references to what the loader yielded, as far as that is known.
         load_s: how long the loop waited for it.
         loaded_alone: whether nothing else went on meanwhile, as in a loader without workers.
@@ -74,6 +75,7 @@ class BatchEntry:
     whole: bool = True
     is_told: bool = False
     is_extra: bool = False
+    ends_pass: bool = False
     tensors: tuple[weakref.ref[torch.Tensor], ...] = field(default=(), compare=False, repr=False)
     load_s: float = field(default=0.0, compare=False)
     loaded_alone: bool = field(default=False, compare=False)

@@ -171,10 +171,11 @@ class CommonStream:
             stream = _open(self._owner, self._reader, state.epoch)
             _skip(stream, state.position)
         position = state.position
+        chunk: list[Any] = []  # read and not handed out yet
         padding: list[Any] = []
         while True:
             with randomness:
-                chunk = list(islice(stream, cutter.look()))
+                chunk += islice(stream, max(0, cutter.look() - len(chunk)))
             padding = padding or two_of(chunk[:2])
             step = cutter.cut(position, len(chunk))
             if step is None:
@@ -182,7 +183,8 @@ class CommonStream:
             if self.tagged:
                 step = replace(step, entry=replace(step.entry, tag=fingerprint((len(chunk), chunk[0]))))
             first = step.start - position
-            yield step, chunk[first : first + step.entry.local_batch] or padding
+            yield step, chunk[first : first + step.entry.local_batch] * step.copies or padding
+            del chunk[: step.position - position]
             position = step.position
 
 
@@ -221,7 +223,7 @@ class OwnStream:
             assert cutter.plan is not None
             chunk = list(islice(stream, cutter.plan.local_batches[self._rank]))
             step = cutter.take(shards, len(chunk))
-            yield step, chunk or two_of(head)
+            yield step, chunk * step.copies or two_of(head)
             shards = step.shards
 
 

@@ -196,18 +196,18 @@ class Simulation:
         return is_new, 1.0 + self.machine.new_size * np.where(is_new, 1.0, 0.1 * changed)
 
     def _cut(self, batches: IntArray) -> IntArray:
-        """Cut the last batch of every epoch short, as the runtime does, [S, n]; a rank may be left without samples."""
+        """Cut an epoch's last batches short, as the runtime does, [S, n]; a rank may be left without samples."""
         num_samples, first, position = self.job.num_samples, 0, self.samples % (self.job.num_samples or 1)
         min_local = least_local(self.workload is not None and self.workload.spec.batch_norm)
         while num_samples:
             ends = position + batches[first:].sum(axis=1).cumsum()
-            reached = int(np.searchsorted(ends, num_samples))
+            reached = int(np.searchsorted(ends, num_samples - min_local + 1))  # leaves less than a step, or nothing
             if reached == len(ends):
                 break
             last = first + reached
             remaining = num_samples - int(ends[reached] - batches[last].sum())
             batches[last] = [count for _, count in cut(batches[last].tolist(), remaining, min_local=min_local)]
-            first, position = last + 1, 0
+            first, position = last + 1, (num_samples - remaining + int(batches[last].sum())) % num_samples
         return batches
 
     def _account(self, batches: IntArray, step_s: FloatArray) -> None:
