@@ -87,8 +87,7 @@ def learned(
     net = layers()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
     sums = Sums()
-    wrapper = None if form == "gloo" else sums.around
-    model = HeteroDataParallel(net, optimizer, bucket_cap_mb=16, comm_wrapper=wrapper)
+    model = HeteroDataParallel(net, optimizer, bucket_cap_mb=16, comm_wrapper=sums.around)
     total = 32 * world_size
     loader = HeteroDataLoader(Numbers(total * steps), model=model, batch_size=total, collate_fn=len)
     inputs = torch.randn(total, WIDTH, device="cuda")
@@ -114,8 +113,7 @@ def learned(
     everybody = [torch.zeros_like(own) for _ in speeds]
     dist.all_gather(everybody, own)
     befores, intervals = torch.stack(everybody).T.tolist()
-    sizes = model.engine._reducer.bucket_bytes
-    sums_s = _all_reduce_seconds(sizes, rounds=30) if form == "gloo" else sums.seconds()
+    sizes, sums_s = model.engine._reducer.bucket_bytes, sums.seconds()
     if rank != 0:
         return None
     cluster = model.engine.coordinator.planner.model().cluster
@@ -136,10 +134,10 @@ def learned(
 
 
 class Sums:
-    """The test's own events around every all-reduce of NCCL in training: a wrapper of the communication hook."""
+    """The test's own events around every all-reduce in training: a wrapper of the communication hook."""
 
     def __init__(self) -> None:
-        self._steps: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = []
+        self._steps: list[list[list[torch.cuda.Event]]] = []
         self._side = torch.cuda.Stream()
 
     def begin_step(self) -> None:
@@ -147,13 +145,21 @@ class Sums:
 
     def around(self, hook: Any) -> Any:
         def watched(state, bucket):  # type: ignore[no-untyped-def]  # DDP checks annotations
-            start, future = _event(), hook(state, bucket)
-            with torch.cuda.stream(self._side):
-                future.wait()  # the stream waits, the host does not
-                self._steps[-1].append((start, _event()))
+            events, future = [_event()], hook(state, bucket)
+            self._steps[-1].append(events)
+            if dist.get_backend() == "gloo":  # its sums end on the host, while the side stream has nothing to do
+                future.add_done_callback(lambda _: events.append(self._event_beside()))
+            else:
+                with torch.cuda.stream(self._side):
+                    future.wait()  # the stream waits, the host does not
+                events.append(self._event_beside())
             return future
 
         return watched
+
+    def _event_beside(self) -> torch.cuda.Event:
+        with torch.cuda.stream(self._side):
+            return _event()
 
     def seconds(self) -> list[float]:
         """Return each bucket's median: of the rank that came last, which waited for none; none was queued here."""
@@ -168,27 +174,3 @@ def _event() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-def _all_reduce_seconds(sizes: list[int], rounds: int) -> list[float]:
-    """Return the median time of an all-reduce of each size: of the rank that came last, which waited for none.
-
-    All ranks spin before it, as long as one another, as they compute before it in training.
-    """
-    taken = np.zeros((rounds, len(sizes)))
-    buffers = [torch.zeros(size // 4, device="cuda") for size in sizes]
-    for r, (k, buffer) in itertools.product(range(rounds), enumerate(buffers)):
-        dist.all_reduce(buffers[0][:1])
-        torch.cuda.synchronize()
-        pace = SpinPace()
-        pace.budget_s = 0.02
-        pace.reach()
-        start = _event()
-        dist.all_reduce(buffer)
-        end = _event()
-        torch.cuda.synchronize()
-        taken[r, k] = start.elapsed_time(end) / 1e3
-    least = torch.from_numpy(taken).cuda()
-    dist.all_reduce(least, op=dist.ReduceOp.MIN)
-    medians: list[float] = least.median(dim=0).values.tolist()
-    return medians

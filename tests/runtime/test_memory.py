@@ -129,6 +129,42 @@ def test_a_batch_that_went_through_is_never_beyond_the_bound_though_its_peak_was
     assert gauge.max_batch == 190
 
 
+def forward_of(gauge: MemoryGauge, memory: ScriptedMemory, local_batch: int) -> bool:
+    """Whether the whole batch is left alone after its forward, which holds 100 bytes for each sample."""
+    before, memory.base = memory.base, memory.base + local_batch * memory.per_sample
+    has_room = gauge.leaves_room(local_batch, before, 0)
+    memory.base = before
+    return has_room
+
+
+def test_before_peaks_are_known_what_forward_held_bounds_batches_with_room_to_spare():
+    memory = ScriptedMemory()
+    gauge = MemoryGauge(memory)
+    gauge.begin_step(64)
+    assert forward_of(gauge, memory, 64)
+    assert gauge.max_batch == 136, "(0.9 of 20,000 - 1000) / 125"
+    gauge.end_step(64)
+    train(gauge, memory, 64, 100)
+    assert gauge.max_batch == 170, "as soon as peaks are known, these say it better"
+
+
+def test_a_script_that_fits_barely_is_left_alone_and_a_plan_that_would_is_not():
+    memory = ScriptedMemory()
+    gauge = MemoryGauge(memory)
+    gauge.begin_step(170)
+    assert forward_of(gauge, memory, 170)
+    gauge.end_step(170)
+    gauge.begin_step(170)
+    assert forward_of(gauge, memory, 170), "as in the step before"
+    gauge.end_step(170)
+
+    gauge = MemoryGauge(memory)
+    gauge.begin_step(100)
+    gauge.end_step(100)
+    gauge.begin_step(170)
+    assert not forward_of(gauge, memory, 170)
+
+
 def test_a_step_that_fails_leaves_no_point():
     memory = ScriptedMemory()
     gauge = warmed_up(memory)

@@ -49,15 +49,16 @@ class MemoryGauge:
         self.largest = 0  # the largest local batch that a step was finished with
         self.part: int | None = None  # once a batch was too large: samples that go through at once all the same
         self._memory = memory
-        self._num_steps = 0
+        self._num_steps = self._first_batch = 0
         self._points: list[tuple[int, int]] = []
         self._before: tuple[int, int] | None = None  # allocated and peak before the step in hand
-        self._by_peaks = self._by_failures = NO_MAX
+        self._by_forward = self._by_peaks = self._by_failures = NO_MAX
 
     @property
     def max_batch(self) -> int:
         """The largest local batch that memory holds, as far as is known; never less than one that went through."""
-        return max(self.largest, min(self._by_peaks, self._by_failures))
+        by_memory = self._by_peaks if self._by_peaks < NO_MAX else self._by_forward
+        return max(self.largest, min(by_memory, self._by_failures))
 
     def is_new(self, local_batch: int) -> bool:
         """Return whether nothing as large has gone through, on a device whose memory can be read."""
@@ -74,6 +75,7 @@ class MemoryGauge:
     def end_step(self, local_batch: int) -> None:
         """Take note that the step went through."""
         self.in_hand = None
+        self._first_batch = self._first_batch or local_batch
         if self._num_steps > _FIRST_STEPS or self._memory is None:
             self.largest = max(self.largest, local_batch)
         if self._memory is None or self._before is None:
@@ -96,20 +98,26 @@ class MemoryGauge:
         if self._memory is not None:
             self._memory.release()
 
-    def leaves_room(self, before_bytes: int, missing_bytes: int) -> bool:
-        """Return whether backward may go through, now that forward has: a run that fits barely is left alone.
+    def leaves_room(self, local_batch: int, before_bytes: int, missing_bytes: int) -> bool:
+        """Return whether backward may go through, now that forward has; what forward held bounds batches to come.
 
-        It needs gradients that are not there yet, and something for the gradients of activations: a tenth of what
-        forward holds at least. Once peaks are known, these say it better, and plans keep to them.
+        Backward needs gradients that are not there yet, and something for the gradients of activations. The first batch
+        is as the script has it, and a run that fits barely is left alone; a larger one was chosen by a plan, and is cut
+        unless there is room to be safe. Once peaks are known, these say it better, and plans keep to them.
 
         Args:
+            local_batch: samples in forward.
             before_bytes: what was allocated before forward.
             missing_bytes: of gradients.
         """
         if self._memory is None or self._by_peaks < NO_MAX:
             return True
-        allocated = self._memory.allocated()
-        return allocated + missing_bytes + _BACKWARD_LEAST * (allocated - before_bytes) <= self._memory.limit()
+        allocated, limit = self._memory.allocated(), self._memory.limit()
+        held, base = allocated - before_bytes, before_bytes + missing_bytes
+        self._by_forward = max(local_batch, self._fits(held / local_batch, base))
+        if 0 < self._first_batch < local_batch:
+            return base + (1 + _BACKWARD) * held <= _HEADROOM * limit
+        return base + (1 + _BACKWARD_LEAST) * held <= limit
 
     def hold(self, local_batch: int, part: int, *, held_bytes: int, base_bytes: int) -> None:
         """Take note that this local batch is too large, and that `part` of its samples went through at once.
@@ -120,11 +128,16 @@ class MemoryGauge:
             held_bytes: what forward of the part held for backward.
             base_bytes: what there is beside, gradients included.
         """
-        assert self._memory is not None, "only where memory can be read is a forward watched"
         self.part, self._before = part, None
-        needed = (1 + _BACKWARD) * held_bytes / part  # by a sample
-        fits = int((_HEADROOM * self._memory.limit() - base_bytes) / needed) if needed > 0 else 0
-        self._by_failures = max(part, min(fits, local_batch - 1))
+        self._by_failures = max(part, min(self._fits(held_bytes / part, base_bytes), local_batch - 1))
+
+    def _fits(self, held_by_sample: float, base_bytes: float) -> int:
+        """Return the samples that there is room for, with some to spare, if forward holds so much for each."""
+        assert self._memory is not None, "only where memory can be read is a forward watched"
+        if held_by_sample <= 0:
+            return NO_MAX
+        room = _HEADROOM * self._memory.limit() - base_bytes
+        return min(NO_MAX, int(room / ((1 + _BACKWARD) * held_by_sample)))
 
     def advice(self, rank: int, local_batch: int) -> str:
         """Return what to tell someone whose rank has run out of memory with this local batch."""

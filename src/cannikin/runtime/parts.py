@@ -173,7 +173,7 @@ class PartedForward:
         run once more.
         """
         missing = missing_gradients(batch.net) + _for_loss(pytree.tree_leaves(output))
-        if batch.is_changed() or self._gauge.leaves_room(batch.allocated_before, missing):
+        if batch.is_changed() or self._gauge.leaves_room(batch.size, batch.allocated_before, missing):
             return True
         try:
             with batch.with_copied_buffers():
