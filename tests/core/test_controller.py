@@ -280,7 +280,7 @@ def test_the_same_windows_give_the_same_plans() -> None:
     assert plans() == plans()
 
 
-@pytest.mark.parametrize("num_steps", [5, 60])
+@pytest.mark.parametrize("num_steps", [60, 200])
 def test_a_saved_controller_goes_on_exactly_as_the_first_would_have(num_steps: int) -> None:
     cluster = cluster_of([1.0, 0.5, 0.25])
     job = Job(num_ranks=3, batch_size=96, max_batch_size=960)
@@ -304,7 +304,8 @@ def test_a_state_that_has_the_phase_in_its_plan_is_read_too() -> None:
     training.run(cluster_of([1.0, 0.5]), 5)
     assert training.decision.phase == "guess"
     state = json.loads(json.dumps(training.planner.state_dict()))
-    del state["phase"]
+    for newer in ("phase", "ran", "max_batch"):
+        del state[newer]
     state["plan"] |= {"phase": "inverse", "micro_batches": [1, 1]}
     older = Controller(job)
     older.load_state_dict(state)

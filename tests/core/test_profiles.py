@@ -195,6 +195,8 @@ def test_a_stored_profile_weighs_no_more_than_a_few_steps() -> None:
         {"steps": None},
         {"noise": "loud"},
         {"shared": {}},
+        {"max_batch": 0},
+        {"max_batch": "many"},
         {"shared": {"num_ranks": 3, "gammas": [0.5], "tails_s": [0.1]}},
         {"shared": {"num_ranks": 3, "gammas": [0.5, 1.0], "tails_s": [0.1, 0.2]}},
     ],

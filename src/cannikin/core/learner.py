@@ -20,7 +20,7 @@ import numpy as np
 
 from cannikin.core.fit import REACH, CurveFit, bucket_times, fit_curves, middle_of, shrunken_gammas, trimmed_mean
 from cannikin.core.loading import LoadHistory
-from cannikin.core.perf import Cluster, step_time
+from cannikin.core.perf import Cluster, rescaled_tails, step_time
 from cannikin.core.planner import SpeedChange
 from cannikin.core.values import BoolArray, FloatArray, IntArray, StepWindow
 from cannikin.errors import StateError
@@ -175,6 +175,51 @@ class Learner:
     def fill_buckets(self, gammas: FloatArray, tails_s: FloatArray) -> None:
         """Begin with overlap ratios, [n, J], and tails, [J], from another run, as if they were one step's."""
         self._gammas, self._comm = gammas[None], -np.diff(tails_s, append=0.0)[None]
+
+    def with_ranks(self, origins: Sequence[int | None]) -> Learner:
+        """Return a learner of other ranks with what this one has learned of their devices; this one stays as it is.
+
+        Communication times are rescaled to the new number of ranks (`rescaled_tails`), and then weigh as little as one
+        step's. One rank alone knows none.
+
+        Args:
+            origins: for each of the new ranks, the rank here whose device it has; None where its device is not known.
+                Where a rank is named again, the later one has another device of the same kind: it begins with the same
+                curve, with little weight (`fill`).
+
+        Example:
+            >>> learner = Learner(3)
+            >>> learner.fill(2, np.array([[8.0], [0.01], [0.02], [1.0]]))
+            >>> [learner.with_ranks([2, None, 2]).history(rank)[0].tolist() for rank in range(3)]
+            [[8.0], [], [8.0]]
+        """
+        other = Learner(len(origins))
+        other.noise, other.loading = self.noise, self.loading.with_ranks(origins)
+        pairs = [(now, was) for now, was in enumerate(origins) if was is not None]
+        first = {was: now for now, was in reversed(pairs)}
+        for name, axis in _RANK_AXES.items():
+            old, new = (np.moveaxis(getattr(learner, name), axis, 0) for learner in (self, other))
+            for was, now in first.items():
+                new[now] = old[was]
+        for now, was in pairs:
+            if now != first[was] and (table := self.history(was)).size:
+                other.fill(now, table)
+        if pairs:
+            other._take_buckets(self, pairs)
+        return other
+
+    def _take_buckets(self, before: Learner, pairs: list[tuple[int, int]]) -> None:
+        """Take over communication times and overlap ratios; of ranks that are in no (now, was) pair there are none."""
+        comm, gammas, buckets = before._comm, before._gammas, before.buckets()
+        if buckets is None or (before.num_ranks == 1 and self.num_ranks > 1):
+            return
+        if self.num_ranks != before.num_ranks:
+            tails_s = rescaled_tails(buckets[1], before.num_ranks, self.num_ranks)
+            gammas, comm = buckets[0][None], -np.diff(tails_s, append=0.0)[None]
+        self._comm = comm.copy()
+        self._gammas = np.full((len(gammas), self.num_ranks, gammas.shape[-1]), np.nan)
+        for now, was in pairs:
+            self._gammas[:, now] = gammas[:, was]
 
     def _fits(self) -> list[CurveFit]:
         """Fit the curves of forward and of backward."""
@@ -347,6 +392,7 @@ class Learner:
 
 
 _ARRAYS = ("_present", "_batches", "_logs", "_weights", "_cusum", "_comm", "_gammas", "_rank_noise")
+_RANK_AXES = {"_present": 0, "_batches": 0, "_logs": 1, "_weights": 1, "_cusum": 1, "_rank_noise": 0}
 
 
 def find_changes(residuals: FloatArray, scatter: FloatArray, cusum: FloatArray) -> tuple[IntArray, FloatArray]:

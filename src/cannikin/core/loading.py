@@ -13,6 +13,7 @@ Loading overlaps the step, so it shows only where it is the slower of the two. T
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -77,6 +78,14 @@ class LoadHistory:
         fixed = seconds - slope * batch
         line = (other_batch > 0) & (slope > 0) & (fixed > 0)
         return Curve(fixed_s=np.where(line, fixed, 0.0), per_sample_s=np.where(line, slope, per_sample))
+
+    def with_ranks(self, origins: Sequence[int | None]) -> LoadHistory:
+        """Return a history of other ranks, each with the line of the rank that it was; see `Learner.with_ranks`."""
+        other = LoadHistory(len(origins))
+        for now, was in enumerate(origins):
+            if was is not None:
+                other._batches[:, now], other._seconds[:, now] = self._batches[:, was], self._seconds[:, was]
+        return other
 
     def _add(self, rank: int, batch: float, interval_s: float) -> None:
         """Make this the rank's latest point, and keep whichever of the old ones is far enough from it."""

@@ -5,6 +5,7 @@ A profile is a dict that JSON can hold, with lists of one entry per local batch 
     batches, forward_s, backward_s, steps    local batch, the two mean times at it, and the steps behind these
     noise                                    relative scatter of one step's time
     shared                                   num_ranks, and per bucket gammas (of this rank) and tails_s; or None
+    max_batch                                the largest local batch that its memory holds, where that is known; or None
 
 `shared` depends on the model's buckets and on the network as well as on the device: it is used only where every rank's
 profile has it, from runs with as many ranks and as many buckets as this one.
@@ -12,34 +13,51 @@ profile has it, from runs with as many ranks and as many buckets as this one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from cannikin.core.learner import Learner
-from cannikin.core.values import BoolArray, FloatArray
+from cannikin.core.values import NO_MAX, BoolArray, FloatArray, IntArray
 from cannikin.errors import StateError
+
+Profile = dict[str, Any]
 
 _COLUMNS = ("batches", "forward_s", "backward_s", "steps")
 
 
-def save_profiles(learner: Learner) -> list[dict[str, Any] | None]:
+def save_profiles(learner: Learner, max_batch: IntArray) -> list[Profile | None]:
     """Return one profile per rank; None where nothing was measured."""
     buckets, n = learner.buckets(), learner.num_ranks
-    saved: list[dict[str, Any] | None] = []
+    saved: list[Profile | None] = []
     for rank in range(n):
         columns = dict(zip(_COLUMNS, learner.history(rank).tolist(), strict=True))
         shared = None
         if buckets is not None:
             gammas, tails_s = buckets
             shared = {"num_ranks": n, "gammas": gammas[rank].tolist(), "tails_s": tails_s.tolist()}
-        saved.append({**columns, "noise": learner.noise, "shared": shared} if columns["batches"] else None)
+        cap = int(max_batch[rank])
+        profile = {**columns, "noise": learner.noise, "shared": shared, "max_batch": cap if cap < NO_MAX else None}
+        saved.append(profile if columns["batches"] else None)
     return saved
 
 
-def load_profiles(learner: Learner, profiles: list[dict[str, Any] | None]) -> BoolArray:
-    """Fill a fresh learner's histories, and return which ranks are known; a damaged profile changes nothing."""
+def profile_caps(profiles: Sequence[Profile | None]) -> IntArray:
+    """Return the largest local batch that each device's memory held, as far as its profile knows it, [n]."""
+    caps = np.full(len(profiles), NO_MAX)
+    for rank, profile in enumerate(profiles):
+        cap = profile.get("max_batch") if isinstance(profile, dict) else None
+        if cap is not None:
+            if type(cap) is not int or not 1 <= cap <= NO_MAX:
+                raise StateError(f"the profile of rank {rank} has max_batch={cap!r:.200}, which cannot be: delete it")
+            caps[rank] = cap
+    return caps
+
+
+def load_profiles(learner: Learner, profiles: list[Profile | None]) -> BoolArray:
+    """Fill the histories of these ranks, and return which have a profile; a damaged profile changes nothing."""
     if len(profiles) != learner.num_ranks:
         raise StateError(f"{len(profiles)} profiles for {learner.num_ranks} ranks: give one per rank, None if unknown")
     known = np.array([profile is not None for profile in profiles])
@@ -48,7 +66,7 @@ def load_profiles(learner: Learner, profiles: list[dict[str, Any] | None]) -> Bo
     shared = [_shared(profiles[rank], rank) for rank in tables]
     for rank, table in tables.items():
         learner.fill(rank, table)
-    if noises:
+    if noises and learner.noise == 0.0:  # else this run has measured it
         learner.noise = float(np.median(noises))
     parts = [part for part in shared if part is not None and part[0] == learner.num_ranks]
     if len(parts) == learner.num_ranks and len({len(tails) for _, _, tails in parts}) == 1:

@@ -7,6 +7,7 @@ the intervals of first steps, which do not count as measurements of the rank's s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -34,10 +35,27 @@ class SizeHistory:
         """Number of different local batches that each rank has run."""
         return [len(sizes) for sizes in self._sizes]
 
+    @property
+    def largest(self) -> list[int]:
+        """The largest local batch that each rank has run; 0 where it has run none."""
+        return [max(sizes, default=0) for sizes in self._sizes]
+
     def change_steps(self, local_batches: tuple[int, ...]) -> float:
         """Return what a change to these local batches costs, in usual steps."""
         known = all(batch in sizes for batch, sizes in zip(local_batches, self._sizes, strict=True))
         return self.cost_steps * (_KNOWN if known else 1.0)
+
+    def with_ranks(self, origins: Sequence[int | None]) -> SizeHistory:
+        """Return a history of other ranks, each with the sizes of the rank that it was; see `Learner.with_ranks`."""
+        other = SizeHistory(len(origins))
+        other.cost_steps, other._num_seen = self.cost_steps, self._num_seen
+        first = {was: now for now, was in reversed(list(enumerate(origins)))}
+        for now, was in enumerate(origins):
+            if was is not None and first[was] == now:  # another device of the same kind has run none of them
+                other._sizes[now] = set(self._sizes[was])
+        if list(origins) == list(range(len(self._sizes))):
+            other._first = self._first
+        return other
 
     def observe(self, window: StepWindow) -> None:
         """Take in one window, with the steps marked invalid: these are the slow ones."""

@@ -6,6 +6,7 @@ durations are ever compared between ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -143,6 +144,24 @@ class Job:
             room = caps < high
             caps[room] = np.minimum(caps[room] + -(-missing // int(room.sum())), high[room])
         return replace(self, max_local=tuple(caps.tolist()))
+
+    def with_ranks(self, origins: Sequence[int | None]) -> Job:
+        """Return this job for other ranks, each with the bounds of the rank that it was, the rest as it is.
+
+        Args:
+            origins: for each of the new ranks, the rank here that it was; None for one that joins. Where bounds differ
+                by rank, one that joins has the lowest ones.
+
+        Example:
+            >>> Job(num_ranks=3, batch_size=64, max_local=(32, 16, 48)).with_ranks([2, 0, None]).max_local
+            (48, 32, 16)
+        """
+        bounds: dict[str, int | tuple[int, ...]] = {}
+        for name, bound in (("min_local", self.min_local), ("max_local", self.max_local)):
+            if isinstance(bound, tuple):
+                bound = tuple(min(bound) if was is None else bound[was] for was in origins)
+            bounds[name] = bound
+        return replace(self, num_ranks=len(origins), **bounds)  # type: ignore[arg-type]
 
     @property
     def largest_total(self) -> int:

@@ -89,7 +89,7 @@ class AdaptdlPlanner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` returned."""
         with plans.restoring("AdaptDL planner"):
-            self._plan = plans.load_plan(state["plan"], self._job)
+            self._plan = plans.resumed_plan(state["plan"], self._job)
             self._noise.load_state_dict(state["noise"])
             self._points = {int(total): list(point) for total, *point in state["points"]}
             self._samples, self._epoch, self._decided_epoch = state["counters"]

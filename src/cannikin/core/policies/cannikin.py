@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from cannikin.core.devices import Origin, suppose_unknown
 from cannikin.core.goodput import TotalChoice, choose_total, total_grid
 from cannikin.core.learner import Learner, ModelFit
 from cannikin.core.noise.tracker import NoiseTracker
@@ -22,10 +23,10 @@ from cannikin.core.perf import Cluster, even_speed, step_time
 from cannikin.core.planner import Decision, SpeedChange
 from cannikin.core.policies import plans
 from cannikin.core.prior import DataSheet, first_shares
-from cannikin.core.profiles import load_profiles, save_profiles
+from cannikin.core.profiles import Profile, load_profiles, profile_caps, save_profiles
 from cannikin.core.sizes import SizeHistory
 from cannikin.core.split import SplitSolver
-from cannikin.core.values import Job, Plan, Split, StepWindow
+from cannikin.core.values import NO_MAX, Job, Plan, Split, StepWindow
 from cannikin.errors import InvalidInputError, StateError
 
 # Times are extrapolated only so far from what was measured:
@@ -44,6 +45,7 @@ _LEAST_LIFE, _RISK = 100, 1.0
 # A split may be this much slower than the best where that changes fewer batches, or makes them multiples of these.
 _FREE, _UNITS = 0.003, (8, 4, 2, 1)
 _ROUNDS = 3  # solutions of one model, each with the curves near the batches of the one before
+_FIRST = 0.01  # a first plan is even only where that loses no more than this, however little is known
 _MANY_SIZES = 8  # compilers that make a program for each size keep about so many
 _UNSETTLED = 40  # steps after a change of speed during which the model is being learned again
 _NOISE_STEPS = 20  # steps before the noise scale is believed
@@ -59,6 +61,8 @@ class Controller:
         self._job = job
         self._learner = Learner(job.num_ranks)
         self._noise = NoiseTracker(initial_batch=job.batch_size, batch_norm=batch_norm)
+        # The largest batch that each rank's memory holds: as another run has found, until the rank knows by itself.
+        self._caps, self._own_caps = np.full((2, job.num_ranks), NO_MAX)
         self._sheets: Sequence[DataSheet] = ()  # of the ranks' devices, where they are known
         self._plan = self._first_plan(job.batch_size, "nothing measured yet: even split")
         # The first split is "even" though data sheets may say otherwise: each rank has run one size.
@@ -67,13 +71,18 @@ class Controller:
         self._sizes = SizeHistory(job.num_ranks)
         self._steady_since = 0  # step of the last change of the total batch or of a rank's speed
         self._last_change: int | None = None  # step at which a rank was last seen to change its speed
+        self._ran: tuple[int, ...] | None = None  # the split that was seen to run last
 
     def decide(self, window: StepWindow | None, job: Job, step: int) -> Decision:
         """Learn every rank's speed, the communication times and the noise scale, and plan with what is known now."""
         if window is None:
             return Decision(plan=self._plan, noise=self._noise.summary(), phase=self._phase)
+        self._own_caps = window.max_batch
+        self._caps = np.where(self._own_caps < NO_MAX, NO_MAX, self._caps)
+        job = job.limited(self._caps, self._plan.total_batch)
         changes = self._learner.observe(window)
         self._sizes.observe(window)
+        self._ran = tuple(window.local_batches[-1].tolist())
         self._noise.observe(window)
         model = self._learner.model(*job.bounds)
         self._observe_excess(window, model.cluster)
@@ -92,11 +101,11 @@ class Controller:
             phase=self._phase,
         )
 
-    def profiles(self) -> list[dict[str, Any] | None]:
+    def profiles(self) -> list[Profile | None]:
         """Return what is known of each rank's device, for `start_from` of a later run; None where nothing is."""
-        return save_profiles(self._learner)
+        return save_profiles(self._learner, np.minimum(self._caps, self._own_caps))
 
-    def start_from(self, profiles: list[dict[str, Any] | None]) -> None:
+    def start_from(self, profiles: list[Profile | None]) -> None:
         """Begin with what another run learned of these ranks' devices, before the first window.
 
         Where all ranks are known the first plan is OptPerf of their profiles, else the even split. Profiles weigh
@@ -104,8 +113,9 @@ class Controller:
         """
         if np.isfinite(self._learner.batch_range()[0]).any():
             raise InvalidInputError("start_from comes too late, after steps have been measured: call it on a new run")
-        known = load_profiles(self._learner, profiles)
-        model = self.model()
+        caps = profile_caps(profiles)
+        known, self._caps = load_profiles(self._learner, profiles), caps
+        model = self._learner.model(*self._job.limited(self._caps, self._plan.total_batch).bounds)
         if model.cluster is None:
             missing = ", ".join(str(rank) for rank in np.flatnonzero(~known))
             self._plan = replace(self._plan, reason=f"even split: no stored profile of rank {missing}")
@@ -124,8 +134,8 @@ class Controller:
 
     def _first_plan(self, total_batch: int, reason: str) -> Plan:
         """Return the plan of ranks that have not been measured: by their data sheets, else even for this reason."""
-        job, shares = self._job, first_shares(self._sheets)
-        low, high = job.bounds
+        job, shares = self._job.limited(self._caps, total_batch), first_shares(self._sheets)
+        low, high = self._job.bounds
         if (low == high).all():
             return plans.make_plan(0, tuple(low.tolist()), reason=_PINNED)
         if shares is None:
@@ -176,16 +186,17 @@ class Controller:
         self._settle(step, model, job, split, why + news)
         return choice
 
-    def _best(self, model: ModelFit, total_batch: int) -> Split:
+    def _best(self, model: ModelFit, total_batch: int, *, far: bool = False) -> Split:
         """Return the best split of a total batch, each rank's curve taken near the batch that the split gives it.
 
-        Of splits that cost the same it is the one closest to the present plan.
+        Of splits that cost the same it is the one closest to the present plan. `far` is for totals that must be held,
+        however far they are from what was measured.
         """
         now = self._plan
         near: tuple[float, ...] = tuple(batch * total_batch / now.total_batch for batch in now.local_batches)
         tried: list[tuple[float, Split]] = []
         for _ in range(_ROUNDS):
-            solver = self._solver(model.near(near))
+            solver = self._solver(model.near(near), total_batch if far else None)
             split = solver.split(total_batch)
             if not split.feasible:
                 return split
@@ -198,9 +209,15 @@ class Controller:
             near = split.local_batches
         return min(tried, key=lambda pair: pair[0])[1]
 
-    def _solver(self, cluster: Cluster) -> SplitSolver:
-        """Return the solver for this model, within reach of the batches that were measured."""
+    def _solver(self, cluster: Cluster, total_batch: int | None = None) -> SplitSolver:
+        """Return the solver for this model, within reach of the batches that were measured.
+
+        Where a total batch is given, these are first made larger or smaller in proportion, until they can hold it.
+        """
         smallest, largest = self._learner.batch_range()
+        if total_batch is not None:
+            smallest = smallest * min(1.0, total_batch / smallest.sum())
+            largest = largest * max(1.0, total_batch / largest.sum())
         least = np.maximum(cluster.min_batch, np.floor(smallest / _TRUST_DOWN).astype(np.int64))
         most = np.minimum(cluster.max_batch, np.ceil(_TRUST * largest).astype(np.int64))
         return SplitSolver(replace(cluster, min_batch=np.minimum(least, most), max_batch=np.maximum(most, least)))
@@ -224,19 +241,25 @@ class Controller:
         self._plan, self._phase = plans.make_plan(step, split.local_batches, reason=reason), "guess"
         return True
 
-    def _settle(self, step: int, model: ModelFit, job: Job, best: Split, why: list[str]) -> None:
-        """Plan for the best split, unless the present one or the even one is as good within the noise."""
+    def _settle(
+        self, step: int, model: ModelFit, job: Job, best: Split, why: list[str], *, is_first: bool = False
+    ) -> None:
+        """Plan for the best split, unless the present one or the even one is as good within the noise.
+
+        `is_first` is whether no step has run the present one, so that a change from it costs nothing.
+        """
         now, precision = self._plan, self._learner.precision
         total_batch, best_s = sum(best.local_batches), model.step_s(best.local_batches)
         batches, phase, reason = best.local_batches, "optperf", best.reason
         even = plans.even_batches(job, total_batch)
-        if model.step_s(even) <= best_s * (1 + max(_SAME, _EVEN * precision)):
+        same = max(_SAME, _EVEN * precision)
+        if model.step_s(even) <= best_s * (1 + (min(same, _FIRST) if is_first else same)):
             alone = "one rank has the whole batch"
             reason = alone if len(even) == 1 else "no rank differs from another by more than the noise"
             batches, phase = even, "even"
         if now.total_batch != total_batch:
             self._steady_since = step
-        else:
+        elif not is_first:
             now_s, noise = model.step_s(now.local_batches), max(_WORTH, _STAY * precision)
             if batches == now.local_batches:
                 reason = f"kept: {reason}"
@@ -298,6 +321,40 @@ class Controller:
         excess = float(np.clip(np.median(np.log(measured / modelled)), -0.2, 0.4))
         self._excess = excess if self._excess == 0.0 else 0.7 * self._excess + 0.3 * excess
 
+    # Other ranks: what was learned belongs to devices.
+
+    def with_ranks(self, origins: Sequence[Origin], job: Job | None = None) -> Controller:
+        """Return a planner for other ranks that has learned what this one has; this one stays as it is.
+
+        Its first plan, `decide(None, job, step)`, is OptPerf of what is known of the ranks' devices.
+
+        Args:
+            origins: as for `load_state_dict`.
+            job: of the new ranks; where left out, this one's, each rank with the bounds that it had here, and one that
+                joins with the lowest (`Job.with_ranks`).
+        """
+        was = [origin if isinstance(origin, int) else None for origin in origins]
+        job = self._job.with_ranks(was) if job is None else job
+        other = Controller(job, batch_norm="batch_norm" in self._noise.flags)
+        if self._sheets:
+            other._sheets = [DataSheet() if rank is None else self._sheets[rank] for rank in was]
+        other.load_state_dict(self.state_dict(), origins)
+        return other
+
+    def without(self, rank: int) -> Controller:
+        """Return a planner for the ranks that stay when this one leaves; see `with_ranks`."""
+        if not 0 <= rank < self._job.num_ranks:
+            raise InvalidInputError(f"rank={rank}: this planner has ranks 0 to {self._job.num_ranks - 1}")
+        return self.with_ranks([each for each in range(self._job.num_ranks) if each != rank])
+
+    def with_rank(self, origin: Origin) -> Controller:
+        """Return a planner for these ranks and one more, the last; see `with_ranks`.
+
+        Args:
+            origin: a profile of its device, the rank here that has a device of the same kind, or None.
+        """
+        return self.with_ranks([*range(self._job.num_ranks), origin])
+
     def state_dict(self) -> dict[str, Any]:
         """Return everything learned and decided, as plain numbers, strings, lists and dicts."""
         return {
@@ -309,32 +366,91 @@ class Controller:
             "excess": self._excess,
             "sizes": self._sizes.state_dict(),
             "steady_since": self._steady_since,
+            "max_batch": np.minimum(self._caps, self._own_caps).tolist(),
+            "ran": None if self._ran is None else list(self._ran),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned.
+    def load_state_dict(self, state: dict[str, Any], origins: Sequence[Origin] | None = None) -> None:
+        """Take back what `state_dict` returned, for ranks on the same devices or on others.
 
-        With another number of ranks the noise scale and the total batch are kept, and the ranks are learned anew.
+        Where ranks, bounds and the total batch are as they were, so is the plan, unless it has larger batches than a
+        rank has ever run: then it is the one that ran, since memory may not hold the new one. Otherwise the total is
+        kept as far as the job allows it, and the first plan is OptPerf of what is known of the ranks' devices.
+
+        Args:
+            origins: for each rank of this job, what is known of its device: the number of the saved rank that had it
+                (named a second time, it is another device of the same kind); a profile, as `profiles` returns it; or
+                None, then its data sheet, or else the middle one of the known devices, stands for it. Where left out,
+                ranks go by number; nothing is known of their devices where these are more or fewer than were saved.
         """
-        job = self._job
         with plans.restoring("controller"):
             if state.get("version") != 1:
                 raise StateError(f"controller state of version {state.get('version')!r}: this cannikin reads version 1")
-            self._noise.load_state_dict(state["noise"])
-            num_saved = len(state["plan"]["local_batches"])
-            if num_saved != job.num_ranks:
-                total = min(max(int(state["plan"]["total_batch"]), job.batch_size), job.largest_total)
-                reason = f"resumed with {job.num_ranks} ranks after {num_saved}: even split of the same total batch"
-                self._plan, self._phase = self._first_plan(total, reason), "even"
+            saved, phase, sizes = _saved_plan(state)
+            n, num_ranks = len(saved.local_batches), self._job.num_ranks
+            if origins is None:
+                origins = list(range(n)) if n == num_ranks else [None] * num_ranks
+            was = _saved_ranks(origins, n, num_ranks)
+            learner = Learner(n)
+            learner.load_state_dict(state["learner"])
+            learner = learner.with_ranks(was)
+            profiles = [origin if isinstance(origin, dict) else None for origin in origins]
+            caps = profile_caps(profiles)
+            load_profiles(learner, profiles)
+            for rank, before in enumerate(was):
+                if before is not None and "max_batch" in state:  # older states have none
+                    caps[rank] = int(state["max_batch"][before])
+            excess, steady_since = float(state["excess"]), int(state.get("steady_since", 0))
+            self._noise.load_state_dict(state["noise"])  # all or nothing
+        self._learner, self._sizes, self._caps = learner, sizes.with_ranks(was), caps
+        self._excess, self._steady_since = excess, steady_since
+        unknown = [rank for rank, origin in enumerate(origins) if origin is None]
+        suppose_unknown(self._learner, unknown, self._sheets)
+        self._resume(saved, phase, was, f", {len(unknown)} of them on unknown devices" if unknown else "")
+
+    def _resume(self, saved: Plan, phase: str, was: list[int | None], unknown: str) -> None:
+        """Begin with the plan that was saved, each rank's batch where its device is, or with a new one."""
+        n, total = len(saved.local_batches), min(max(saved.total_batch, self._job.batch_size), self._job.largest_total)
+        job, kept = self._job.limited(self._caps, total), [rank for rank in was if rank is not None]
+        if sorted(kept) == list(range(n)) and len(was) == n and total == saved.total_batch:
+            batches = tuple(saved.local_batches[rank] for rank in kept)
+            low, high = job.bounds
+            if (low <= batches).all() and (batches <= high).all():
+                self._plan, self._phase, self._ran = replace(saved, local_batches=batches), phase, batches
                 return
-            self._learner.load_state_dict(state["learner"])
-            self._plan = plans.load_plan(state["plan"], job)
-            phase = str(state.get("phase") or state["plan"]["phase"])  # older states have the phase in the plan,
-            self._phase = "guess" if phase == "inverse" else phase  # and call a guess "inverse"
-            self._excess = float(state["excess"])
-            if "sizes" in state:  # older states have none
-                self._sizes.load_state_dict(state["sizes"])
-                self._steady_since = int(state["steady_since"])
+        told = f"resumed with {len(was)} ranks" + ("" if len(was) == n else f" after {n}")
+        self._plan, self._phase = self._first_plan(total, f"{told}: even split of the same total batch"), "even"
+        self._ran = None
+        model = self._learner.model(*job.bounds)
+        split = None if model.cluster is None else self._best(model, total, far=True)
+        if split is not None and split.feasible:
+            self._settle(0, model, job, split, [told + unknown], is_first=True)
+
+
+def _saved_plan(state: dict[str, Any]) -> tuple[Plan, str, SizeHistory]:
+    """Return the plan to go on with, its phase, and the sizes that ranks have run, as they were saved.
+
+    A plan with larger batches than a rank has ever run gives way to the one that ran.
+    """
+    plan, sizes = plans.load_plan(state["plan"]), SizeHistory(len(state["plan"]["local_batches"]))
+    phase = str(state.get("phase") or state["plan"]["phase"])  # older states have the phase in the plan,
+    phase = "guess" if phase == "inverse" else phase  # and call a guess "inverse"
+    if "sizes" in state:  # older states have none
+        sizes.load_state_dict(state["sizes"])
+    ran = state.get("ran")
+    if ran is not None and any(b > most for b, most in zip(plan.local_batches, sizes.largest, strict=True)):
+        batches = tuple(int(batch) for batch in ran)
+        plan = plans.make_plan(plan.first_step, batches, reason="resumed with the last split that has run")
+        phase = "even" if phase == "guess" else phase
+    return plan, phase, sizes
+
+
+def _saved_ranks(origins: Sequence[Origin], num_saved: int, num_ranks: int) -> list[int | None]:
+    """Return which saved rank's device each rank has, None where it is no saved one's."""
+    was = [origin if isinstance(origin, int) else None for origin in origins]
+    if len(was) != num_ranks or any(rank is not None and not 0 <= rank < num_saved for rank in was):
+        raise StateError(f"origins={was}: give one per rank of {num_ranks}, of the saved ranks 0 to {num_saved - 1}")
+    return was
 
 
 def _waits(cluster: Cluster, local_batches: tuple[int, ...]) -> list[str]:

@@ -54,4 +54,4 @@ class LbBspPlanner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` returned."""
         with plans.restoring("LB-BSP planner"):
-            self._plan = plans.load_plan(state["plan"], self._job)
+            self._plan = plans.resumed_plan(state["plan"], self._job)

@@ -194,7 +194,7 @@ class PaperPlanner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` returned."""
         with plans.restoring("paper planner"):
-            self._plan = plans.load_plan(state["plan"], self._job)
+            self._plan = plans.resumed_plan(state["plan"], self._job)
             self._phase = str(state.get("phase") or state["plan"]["phase"])  # older states have it in the plan
             self._rows = [list(row) for row in state["rows"]]
             self._samples, self._epoch, self._num_plans = state["counters"][:3]

@@ -86,19 +86,30 @@ def save_plan(plan: Plan) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(plan).items()}
 
 
-def load_plan(state: dict[str, Any], job: Job) -> Plan:
-    """Take back what `save_plan` returned, for a job with as many ranks; call it inside `restoring`."""
+def load_plan(state: dict[str, Any]) -> Plan:
+    """Take back what `save_plan` returned, of any job; call it inside `restoring`."""
     names = {each.name for each in fields(Plan)}  # older states have more
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in state.items() if k in names}
-    plan = Plan(**values)
+    return Plan(**values)
+
+
+def resumed_plan(state: dict[str, Any], job: Job) -> Plan:
+    """Take back what `save_plan` returned, for a job with as many ranks; call it inside `restoring`.
+
+    Where the job allows neither its total batch nor its local batches any more, these are brought within its bounds.
+    """
+    plan = load_plan(state)
     if len(plan.local_batches) != job.num_ranks:
-        raise StateError(f"saved plan is for {len(plan.local_batches)} ranks, this job has {job.num_ranks}")
-    low, high = job.bounds
-    if (low > plan.local_batches).any() or (high < plan.local_batches).any():
         raise StateError(
-            f"saved local batches {plan.local_batches} break this job's bounds: {low.tolist()}, {high.tolist()}"
+            f"saved plan is for {len(plan.local_batches)} ranks, this job has {job.num_ranks}: resume on as many, or "
+            'with policy="cannikin", which goes on with any number'
         )
-    return plan
+    total = min(max(plan.total_batch, job.batch_size), job.largest_total)
+    low, high = job.bounds
+    if total == plan.total_batch and (low <= plan.local_batches).all() and (plan.local_batches <= high).all():
+        return plan
+    fitted = inverse_batches(job, total, 1.0 / np.array(plan.local_batches))
+    return make_plan(plan.first_step, fitted, reason="the saved plan, within the bounds of this run")
 
 
 @contextmanager
