@@ -10,6 +10,7 @@ from itertools import takewhile
 # Name -> module, whose `main()` needs no arguments. Other modules here are parts of these, or need data.
 BENCHMARKS = {
     "adaptdl": "adaptdl_overhead",
+    "chaos": "chaos.run",
     "controller": "controller",
     "gpu": "gpu",
     "lab_limit": "lab_limit",
@@ -20,10 +21,11 @@ BENCHMARKS = {
     "paper": "paper.evaluate",
     "runlog_size": "runlog_size",
     "settling": "settling",
+    "soak": "soak",
     "solver": "solver",
 }
 # Those whose `main()` takes a list of options.
-WITH_OPTIONS = ("gpu", "lab_limit", "paper", "settling")
+WITH_OPTIONS = ("chaos", "gpu", "lab_limit", "paper", "settling", "soak")
 
 
 def main(arguments: list[str]) -> int:
