@@ -35,7 +35,7 @@ LAST = 20  # steps that are compared
 def begin(rank: int, world_size: int, folder: str, mps: dict[str, str], form: str) -> None:
     """Make the default process group in one of the forms in which scripts do, instead of the harness's."""
     dist.destroy_process_group()
-    os.environ.update({**as_host(rank), **mps})
+    os.environ.update({**as_host(rank, world_size), **mps})
     torch.cuda.set_device(0)
     store = dist.FileStore(os.path.join(folder, "store"), world_size)
     limit = timedelta(seconds=60)

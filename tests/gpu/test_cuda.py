@@ -107,6 +107,35 @@ def test_three_unequal_ranks_on_one_gpu_end_with_the_parameters_of_one_process(k
             assert np.abs(ours - theirs).max() <= 2e-5 * np.abs(theirs).max()
 
 
+def sums_at_once(rank: int, world_size: int, folder: str, mps: dict[str, str], form: str) -> list[bool]:
+    """Whether the gradient is that of all ranks when backward returns, as the optimizer will read it."""
+    from cannikin import HeteroDataParallel
+
+    nccl_cases.begin(rank, world_size, folder, mps, form)
+    net = nn.Linear(8192, 8192, bias=False).cuda()  # a bucket of 256 MiB: gloo copies it for milliseconds
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    model = HeteroDataParallel(net, optimizer, bucket_cap_mb=1000, lr_rule="none")
+    found = []
+    for step in range(6):
+        optimizer.zero_grad()
+        model.use_batch(rank + 1, 3)
+        inputs = torch.full((rank + 1, 8192), float(step + rank), device="cuda")
+        (model(inputs).sum() / (rank + 1)).backward()
+        early = net.weight.grad.clone()
+        torch.cuda.synchronize()
+        expected = (step + 2 * (step + 1)) / 3
+        found.append(bool(torch.allclose(early, torch.full_like(early, expected))))
+        optimizer.step()
+    return found
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("form", ["gloo", "nccl"])
+def test_the_optimizer_never_reads_a_sum_that_is_still_on_its_way(form, mps, tmp_path):
+    for found in run_ranks(sums_at_once, 2, str(tmp_path), mps, form, timeout_s=110):
+        assert all(found), found
+
+
 class Pairs(nn.Module):
     """Scores of pairs out of two tables, as recommenders have them: most of the gradient is zero."""
 

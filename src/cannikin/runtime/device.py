@@ -72,10 +72,11 @@ class Device(Protocol):
     def seconds(self, start: Any, end: Any) -> float:
         """Return the time between two marks; called once both have certainly passed."""
 
-    def end_marker(self, group: Any) -> Callable[[], Any] | None:
-        """Return what marks the end of an all-reduce over this group, called in the future's continuation.
+    def end_marker(self, group: Any) -> Callable[[dist.Work], Callable[[], Any]] | None:
+        """Return what takes an all-reduce of this group that has begun, and gives what is called once it has ended.
 
-        None where the work itself is the mark, since it knows how long it took.
+        That is called in the future's continuation, has backward's stream wait for the sum where torch does not, and
+        returns a mark of the end. None where the work itself is the mark, since it knows how long it took.
         """
 
     def ends_s(self, start: Any, ready_s: list[float], ends: list[Any]) -> list[float]:
@@ -130,9 +131,9 @@ class Cpu:
         """Return the difference of two marks."""
         return end - start
 
-    def end_marker(self, group: Any) -> Callable[[], float]:
+    def end_marker(self, group: Any) -> Callable[[dist.Work], Callable[[], float]]:
         _known_carrier(group, self.torch_device)
-        return self.mark
+        return lambda work: time.perf_counter
 
     def ends_s(self, start: float, ready_s: list[float], ends: list[float]) -> list[float]:
         return [end - start for end in ends]
@@ -145,11 +146,7 @@ class Cpu:
 
 
 class Cuda:
-    """An NVIDIA or AMD GPU: events on the current stream, placed on the host's clock by an anchor of known host time.
-
-    A mark is an event, or a host time where a callback runs on a host thread (gloo's continuation): an event recorded
-    there would queue behind backward's kernels and read late.
-    """
+    """An NVIDIA or AMD GPU: marks are events."""
 
     backend = "nccl"
     lag = 1  # the host may be ahead of the device by most of a step
@@ -161,9 +158,7 @@ class Cuda:
         self.memory_bytes: int | None = torch.cuda.get_device_properties(device).total_memory
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self._streams: dict[int, torch.cuda.Stream] = {}
-        torch.cuda.synchronize(device)  # once, at construction
-        self._anchor = self.mark()
-        self._anchor_s = time.perf_counter()
+        self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # for marks that wait for a copy
 
     @property
     def name(self) -> str:
@@ -194,25 +189,38 @@ class Cuda:
             self._streams[raw] = torch.cuda.current_stream(self.torch_device)
         return self._streams[raw]
 
-    def seconds(self, start: Any, end: Any) -> float:
-        """Return the time between two marks, each an event or a host time."""
-        return self._host_s(end) - self._host_s(start)
+    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """Return the time between two events."""
+        for event in (start, end):
+            event.synchronize()  # returns at once where it is `lag` steps old and the host not further ahead
+        return float(start.elapsed_time(end)) / 1e3
 
-    def _host_s(self, mark: Any) -> float:
-        if isinstance(mark, float):
-            return mark
-        mark.synchronize()  # returns at once where the event is `lag` steps old and the host not further ahead
-        return self._anchor_s + float(self._anchor.elapsed_time(mark)) / 1e3
-
-    def end_marker(self, group: Any) -> Callable[[], Any] | None:
+    def end_marker(self, group: Any) -> Callable[[dist.Work], Callable[[], Any]] | None:
         """See `Device`; NCCL's continuation runs in the order of a stream, gloo's on a host thread of its own.
 
         An event of ours behind each of NCCL's kernels would cost more than all the rest of the hook: 0.4 ms of the
         GPU's time per bucket (H200, three ranks). NCCL's own events, in its own stream, cost nothing that was seen.
         """
         if _known_carrier(group, self.torch_device) != "nccl":
-            return time.perf_counter
-        return None if _knows_durations(group, self.torch_device) else self.mark
+            return self._end_on_host
+        return None if _knows_durations(group, self.torch_device) else lambda work: self.mark
+
+    def _end_on_host(self, work: dist.Work) -> Callable[[], torch.cuda.Event]:
+        """Return what is called when gloo has the sum on the host and has begun to copy it to the device.
+
+        Its future knows nothing of that copy: nobody would wait for it, and the optimizer might read half of a sum. An
+        event on backward's stream would queue behind backward's kernels and read late.
+        """
+        stream = self._stream()
+
+        def end() -> torch.cuda.Event:
+            with torch.cuda.stream(stream):
+                work.synchronize()  # the stream waits, the host does not
+            with torch.cuda.stream(self._beside):
+                work.synchronize()
+                return self.mark()
+
+        return end
 
     def ends_s(self, start: Any, ready_s: list[float], ends: list[Any]) -> list[float]:
         """See `Device`; NCCL begins with one sum when it is ready and the one before has ended."""

@@ -27,6 +27,7 @@ from cannikin.runtime.drawing import Draws
 from cannikin.runtime.follow import Follower, leader_of
 from cannikin.runtime.hook import DdpReducer
 from cannikin.runtime.loop import Loop
+from cannikin.runtime.memory import MemoryGauge, later_bytes
 from cannikin.runtime.notice import Notices
 from cannikin.runtime.options import DrawOptions, OneOrMore, Options, check_model, check_names
 from cannikin.runtime.profile_store import ProfileStore, introduce, model_key
@@ -75,6 +76,7 @@ class Engine:
         make_loop = partial(Follower, leader_of(options["follows"], options)) if self._follows else Loop
         self.loop: Loop = make_loop(
             device=self.device,
+            memory=MemoryGauge(self.device.memory, later_bytes=later_bytes(net)),
             exchange=self._exchange,
             reducer=self._reducer,
             update=self._update,

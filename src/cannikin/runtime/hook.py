@@ -81,7 +81,7 @@ class DdpReducer:
         self.unmatched = False
         self.bucket_bytes: list[int] = []
         self._world_size = dist.get_world_size(self.group)
-        self._mark, self._mark_done = device.mark, device.end_marker(self.group)
+        self._mark, self._end_of = device.mark, device.end_marker(self.group)
         self._hold = device.hold
         self._variance_of = variance_of
         self._previous: dict[int, torch.Tensor] | None = None  # the last step's buckets, where one rank is alone
@@ -144,13 +144,14 @@ class DdpReducer:
         elif take_norms and not step.uneven_items:
             step.noted["local_sqnorm", index] = _dot(buffer, buffer, variance)
         work = self._all_reduce(buffer, weight)
-        if self._mark_done is None:
+        mark_end = None if self._end_of is None else self._end_of(work)
+        if mark_end is None:
             step.done[index] = work
         reads_sum = index % self._world_size == self._rank  # all ranks have the same sum: they share the reading
 
         def finish(future: Any) -> torch.Tensor:
-            if self._mark_done is not None:
-                step.done[index] = self._mark_done()
+            if mark_end is not None:
+                step.done[index] = mark_end()
             result: torch.Tensor = future.value()[0]
             if not reads_sum:
                 return result
@@ -188,7 +189,15 @@ class DdpReducer:
     def _mean(self, buffer: torch.Tensor) -> Future:
         """Take the mean over ranks, as plain DDP does."""
         work = self._all_reduce(buffer, 1 / self._world_size)
-        result: Future = work.get_future().then(lambda future: future.value()[0])
+        mark_end = None if self._end_of is None else self._end_of(work)
+
+        def finish(future: Any) -> torch.Tensor:
+            if mark_end is not None:
+                mark_end()
+            result: torch.Tensor = future.value()[0]
+            return result
+
+        result: Future = work.get_future().then(finish)
         return result
 
 

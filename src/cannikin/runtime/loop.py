@@ -68,7 +68,7 @@ class Loop:
     """The steps of one module; a loader that is bound to the model feeds it.
 
     Args:
-        device, exchange, reducer, update, statistics, recorder: of this model.
+        device, memory, exchange, reducer, update, statistics, recorder: of this model.
         weighting: "hook", "loss" or "none".
         grad_scaler: one that is enabled, if any.
         notices: what looks for code that assumes equal batches.
@@ -79,6 +79,7 @@ class Loop:
         self,
         *,
         device: Device,
+        memory: MemoryGauge,
         exchange: Exchange,
         reducer: Reducer,
         update: Update,
@@ -92,8 +93,8 @@ class Loop:
         self._coordinator: Unplanned | Coordinator = Unplanned()
         self.store: ProfileStore | None = None  # of what is learned about devices, on rank 0
         self.queue = BatchQueue()
-        self.memory = MemoryGauge(device.memory)
-        self._parted = PartedForward(self.memory, device.torch_device)
+        self.memory = memory
+        self._parted = PartedForward(memory, device.torch_device)
         self._can_cut = False  # where memory runs out in forward
         self._num_cut = 0  # steps that were
         self._told_max_batch = NO_MAX  # the bound that was last warned of

@@ -41,24 +41,29 @@ class MemoryGauge:
     """Learns from peak memory how large a local batch may become, and says what to do when one was too large.
 
     Peak memory is read on the few steps whose local batch is larger than any before, so steady training pays nothing,
-    and nobody's statistics are reset. `memory` is None where there is nothing to read.
+    and nobody's statistics are reset.
+
+    Args:
+        memory: None where there is nothing to read.
+        later_bytes: what will come to the parameters after the first step began, such as the optimizer's state.
     """
 
-    def __init__(self, memory: Memory | None) -> None:
+    def __init__(self, memory: Memory | None, *, later_bytes: int = 0) -> None:
         self.in_hand: int | None = None  # samples that go through the network at once in the step in training
         self.largest = 0  # the largest local batch that a step was finished with
         self.part: int | None = None  # once a batch was too large: samples that go through at once all the same
         self._memory = memory
-        self._num_steps = self._first_batch = 0
+        self._later_bytes = later_bytes
+        self._num_steps = 0
         self._points: list[tuple[int, int]] = []
         self._before: tuple[int, int] | None = None  # allocated and peak before the step in hand
-        self._by_forward = self._by_peaks = self._by_failures = NO_MAX
+        self._by_first = self._by_peaks = self._by_failures = NO_MAX
 
     @property
     def max_batch(self) -> int:
         """The largest local batch that memory holds, as far as is known; never less than one that went through."""
-        by_memory = self._by_peaks if self._by_peaks < NO_MAX else self._by_forward
-        return max(self.largest, min(by_memory, self._by_failures))
+        by_steps = self._by_peaks if self._by_peaks < NO_MAX else self._by_first
+        return max(self.largest, min(by_steps, self._by_failures))
 
     def is_new(self, local_batch: int) -> bool:
         """Return whether nothing as large has gone through, on a device whose memory can be read."""
@@ -69,23 +74,27 @@ class MemoryGauge:
         self.in_hand = local_batch
         self._num_steps += 1
         self._before = None
-        if self._memory is not None and self._num_steps > _FIRST_STEPS and local_batch > self.largest:
+        if self._memory is not None and local_batch > self.largest:
             self._before = self._memory.allocated(), self._memory.peak()
 
     def end_step(self, local_batch: int) -> None:
         """Take note that the step went through."""
         self.in_hand = None
-        self._first_batch = self._first_batch or local_batch
         if self._num_steps > _FIRST_STEPS or self._memory is None:
             self.largest = max(self.largest, local_batch)
         if self._memory is None or self._before is None:
             return
         (allocated, peak_before), self._before = self._before, None
         peak = self._memory.peak()
-        if peak > peak_before:  # else something other than this step needed more
+        if peak <= peak_before:  # something other than this step needed more
+            return
+        if self._num_steps > _FIRST_STEPS:
             self._points = [*(self._points or [(0, allocated)]), (local_batch, peak)]
             batches, peaks = (list(column) for column in zip(*self._points, strict=True))
             self._by_peaks = largest_batch(batches, peaks, self._memory.limit())
+        elif self._num_steps == 1:
+            fits = self._fits((peak - allocated) / local_batch, allocated + self._later_bytes)
+            self._by_first = max(local_batch, fits)
 
     # In a forward that may be too large (`parts`).
 
@@ -99,25 +108,22 @@ class MemoryGauge:
             self._memory.release()
 
     def leaves_room(self, local_batch: int, before_bytes: int, missing_bytes: int) -> bool:
-        """Return whether backward may go through, now that forward has; what forward held bounds batches to come.
+        """Return whether backward may go through, now that forward has: a run that fits barely is left alone.
 
-        Backward needs gradients that are not there yet, and something for the gradients of activations. The first batch
-        is as the script has it, and a run that fits barely is left alone; a larger one was chosen by a plan, and is cut
-        unless there is room to be safe. Once peaks are known, these say it better, and plans keep to them.
+        Before a step has gone through, all that is known is that backward needs gradients that are not there yet, and
+        something for the gradients of activations: a tenth of what forward holds at least.
 
         Args:
             local_batch: samples in forward.
             before_bytes: what was allocated before forward.
             missing_bytes: of gradients.
         """
-        if self._memory is None or self._by_peaks < NO_MAX:
+        if self._memory is None or self._by_peaks < NO_MAX:  # which plans keep to
             return True
-        allocated, limit = self._memory.allocated(), self._memory.limit()
-        held, base = allocated - before_bytes, before_bytes + missing_bytes
-        self._by_forward = max(local_batch, self._fits(held / local_batch, base))
-        if 0 < self._first_batch < local_batch:
-            return base + (1 + _BACKWARD) * held <= _HEADROOM * limit
-        return base + (1 + _BACKWARD_LEAST) * held <= limit
+        if self._by_first < NO_MAX:
+            return local_batch <= self._by_first
+        allocated = self._memory.allocated()
+        return allocated + missing_bytes + _BACKWARD_LEAST * (allocated - before_bytes) <= self._memory.limit()
 
     def hold(self, local_batch: int, part: int, *, held_bytes: int, base_bytes: int) -> None:
         """Take note that this local batch is too large, and that `part` of its samples went through at once.
@@ -129,15 +135,12 @@ class MemoryGauge:
             base_bytes: what there is beside, gradients included.
         """
         self.part, self._before = part, None
-        self._by_failures = max(part, min(self._fits(held_bytes / part, base_bytes), local_batch - 1))
+        self._by_failures = max(part, min(self._fits((1 + _BACKWARD) * held_bytes / part, base_bytes), local_batch - 1))
 
-    def _fits(self, held_by_sample: float, base_bytes: float) -> int:
-        """Return the samples that there is room for, with some to spare, if forward holds so much for each."""
-        assert self._memory is not None, "only where memory can be read is a forward watched"
-        if held_by_sample <= 0:
-            return NO_MAX
-        room = _HEADROOM * self._memory.limit() - base_bytes
-        return min(NO_MAX, int(room / ((1 + _BACKWARD) * held_by_sample)))
+    def _fits(self, sample_bytes: float, base_bytes: float) -> int:
+        """Return the samples that there is room for, with some to spare, if each needs so much."""
+        assert self._memory is not None, "nothing is known of a memory that cannot be read"
+        return int((_HEADROOM * self._memory.limit() - base_bytes) / sample_bytes) if sample_bytes > 0 else NO_MAX
 
     def advice(self, rank: int, local_batch: int) -> str:
         """Return what to tell someone whose rank has run out of memory with this local batch."""
@@ -162,8 +165,13 @@ class MemoryGauge:
 
 
 def state_bytes(module: torch.nn.Module) -> int:
-    """Return about what a model takes beside its activations: parameters, gradients, buckets, the optimizer's state."""
-    return sum(p.nbytes * (1 + _COPIES * p.requires_grad) for p in module.parameters())
+    """Return about what a model takes beside its activations: its parameters, and what comes to them."""
+    return sum(p.nbytes for p in module.parameters()) + later_bytes(module)
+
+
+def later_bytes(module: torch.nn.Module) -> int:
+    """Return about what comes to a model's parameters in training: gradients, buckets, the optimizer's state."""
+    return sum(_COPIES * p.nbytes for p in module.parameters() if p.requires_grad)
 
 
 def missing_gradients(module: torch.nn.Module) -> int:

@@ -16,6 +16,8 @@ from cannikin.lab.cluster import DEFAULT_SAMPLE_S, LabCluster
 from cannikin.lab.mechanisms.mps import CONTROL, first_visible, start_daemon
 from cannikin.lab.run_folder import Agent, Layout, RankSettings, agent_command
 
+_CONNECTIONS = 96  # that MPS was seen to have for all ranks together: 3 x 32 are no problem, 4 x 32 are
+
 
 class Gpu:
     """GPUs of any speed, made of one."""
@@ -49,7 +51,7 @@ class Gpu:
                 environment={
                     "LOCAL_RANK": "0",
                     "CANNIKIN_DEVICE": f"lab GPU of speed {device.speed:g}",
-                    **as_host(rank),
+                    **as_host(rank, cluster.num_ranks),
                 },
             )
             for rank, device in enumerate(cluster.devices())
@@ -57,14 +59,15 @@ class Gpu:
         return Layout(agents=[Agent(command=command, environment=visible)], ranks=ranks)
 
 
-def as_host(rank: int) -> dict[str, str]:
+def as_host(rank: int, num_ranks: int) -> dict[str, str]:
     """Return the environment in which NCCL takes a rank for a host of its own, and its kernels do not wait in line."""
     return {
         "NCCL_HOSTID": f"cannikin-lab-{rank}",
         "NCCL_SOCKET_IFNAME": "lo",
         "NCCL_IB_DISABLE": "1",
-        # With fewer, a rank's kernels queue behind its own NCCL kernel that waits, and a fast rank looks slow.
-        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+        # With few, a rank's kernels queue behind its own NCCL kernel that waits, and a fast rank looks slow. With more
+        # than MPS has for all, the last rank is told that the GPU is out of memory.
+        "CUDA_DEVICE_MAX_CONNECTIONS": str(min(32, _CONNECTIONS // num_ranks)),
     }
 
 
