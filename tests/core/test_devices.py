@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.synthetic import Training, measure, random_cluster
-from cannikin.core.devices import DeviceId, Origin, match_devices
+from cannikin.core.devices import DeviceId, Origin, find_origins, match_devices
 from cannikin.core.perf import Cluster, Curve, step_time
 from cannikin.core.policies import make_planner
 from cannikin.core.policies.cannikin import Controller
@@ -251,3 +251,47 @@ def test_devices_are_found_by_uuid_then_by_host_and_name_then_by_name(
     present: list[DeviceId], found: list[int | None]
 ) -> None:
     assert match_devices([A, B, T4, LAB], present) == found
+
+
+def stored(rank: int, *, saved_s: float, factor: float = 1.0, uuid: str = "GPU-1") -> dict[str, Any]:
+    """A profile of the trio's rank whose device has since become slower by a factor."""
+    profile = learned().profiles()[rank]
+    assert profile is not None
+    slower = {name: [factor * seconds for seconds in profile[name]] for name in ("forward_s", "backward_s")}
+    return {**profile, **slower, "saved_s": saved_s, "host": "a", "uuid": uuid}
+
+
+def origins_of(present: list[DeviceId], profiles: list[Any]) -> list[Origin]:
+    """What is known of these devices after a run on A, B and T4 that was saved at 100 s."""
+    return find_origins(learned().state_dict(), [A, B, T4], present, profiles, saved_s=100.0)
+
+
+def test_a_measured_device_gives_way_to_a_later_profile_of_itself_that_differs_and_to_no_other() -> None:
+    later = stored(0, saved_s=101.0, factor=1.5)
+    assert origins_of([A, T4], [later, None]) == [later, 2]
+    for profile in (
+        stored(0, saved_s=99.0, factor=1.5),
+        stored(0, saved_s=101.0),
+        stored(0, saved_s=101.0, factor=1.5, uuid="GPU-2"),
+        {name: value for name, value in later.items() if name != "saved_s"},
+    ):
+        assert origins_of([A, T4], [profile, None]) == [0, 2]
+
+
+def test_another_device_of_a_known_kind_takes_the_newer_of_state_and_profile() -> None:
+    earlier, later = stored(0, saved_s=99.0), stored(0, saved_s=101.0)
+    third = DeviceId(host="c", name="H200", uuid="GPU-3")
+    assert origins_of([A, B, third], [earlier] * 3) == [0, 1, 0]
+    assert origins_of([A, B, third], [later] * 3) == [0, 1, later]
+
+
+def test_a_device_that_the_state_does_not_know_takes_its_profile() -> None:
+    profile = stored(0, saved_s=1.0)
+    new = DeviceId(host="c", name="L4")
+    assert origins_of([new, A, new], [profile, None, None]) == [profile, 0, None]
+
+
+def test_an_older_state_goes_by_number_where_ranks_are_as_many_and_else_by_profiles() -> None:
+    state, profile = learned().state_dict(), stored(0, saved_s=1.0)
+    assert find_origins(state, [], [T4, A, B], [profile] * 3, saved_s=0.0) == [0, 1, 2]
+    assert find_origins(state, [], [T4, A], [profile, None], saved_s=0.0) == [profile, None]

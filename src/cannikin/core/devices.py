@@ -1,7 +1,8 @@
 """Which device a rank has, and what is known of it: what was learned belongs to devices, not to the numbers of ranks.
 
 After a restart ranks may be more or fewer, and in another order. `match_devices` finds each rank's device again among
-those of a saved state; what it found is an `Origin` per rank, which `Controller.load_state_dict` begins with.
+those of a saved state, `find_origins` asks stored profiles too. What they find is an `Origin` per rank, with which
+`Controller.load_state_dict` begins.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ import numpy as np
 
 from cannikin.core.learner import Learner
 from cannikin.core.prior import DataSheet, first_shares
-from cannikin.core.profiles import Profile
+from cannikin.core.profiles import Profile, save_profiles
+from cannikin.core.values import NO_MAX
 
 Origin = int | Profile | None
 """What is known of a rank's device: it was the saved rank of this number, or it has this profile, or nothing is."""
+
+_DIFFERENT = 0.1  # in logarithms, of a device's time from what it was
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +60,71 @@ def match_devices(saved: Sequence[DeviceId], present: Sequence[DeviceId]) -> lis
                 found[now] = next(free, None)
     kinds = {device.name: was for was, device in reversed(list(enumerate(saved)))}
     return [kinds.get(device.name) if was is None else was for was, device in zip(found, present, strict=True)]
+
+
+def find_origins(
+    state: dict[str, Any],
+    saved: Sequence[DeviceId],
+    present: Sequence[DeviceId],
+    profiles: Sequence[Profile | None],
+    *,
+    saved_s: float,
+) -> list[Origin]:
+    """Return what is known of each rank's device, from a saved state and from stored profiles: the newer knows more.
+
+    A device that the state has measured keeps its whole curve, unless this very device was stored later and then took
+    a tenth more time or less: the profile takes its place. For another device of a kind that the state knows the newer
+    of the two stands; for one that it does not know, the profile.
+
+    Args:
+        state: of a `Controller`.
+        saved, present: the devices of the saved ranks and of the present ones. A state of an older version has none:
+            then ranks go by number where they are as many, and else by their profiles.
+        profiles: of the present devices, with `saved_s`, `host` and `uuid` beside what `Controller.profiles` returns.
+        saved_s: when the state was saved, by the clock that stamps profiles.
+    """
+    num_saved = len(state["plan"]["local_batches"])
+    if len(saved) != num_saved:
+        return list(range(num_saved)) if num_saved == len(present) else list(profiles)
+    measured = _profiles_of(state)
+    origins: list[Origin] = []
+    for was, device, profile in zip(match_devices(saved, present), present, profiles, strict=True):
+        better = was is None
+        if was is not None and profile is not None and _stored_s(profile) > saved_s:
+            better = was in origins or (_is_of(profile, device) and _differ(measured[was], profile))
+        origins.append(profile if better else was)
+    return origins
+
+
+def _profiles_of(state: dict[str, Any]) -> list[Profile | None]:
+    """Return what the saved state of a `Controller` knows of each rank's device."""
+    learner = Learner(len(state["plan"]["local_batches"]))
+    learner.load_state_dict(state["learner"])
+    return save_profiles(learner, np.full(learner.num_ranks, NO_MAX))
+
+
+def _stored_s(profile: Profile) -> float:
+    """Return when a profile was stored; those of older versions have not said it, and are older than any state."""
+    stored_s = profile.get("saved_s")
+    return float(stored_s) if isinstance(stored_s, int | float) else 0.0
+
+
+def _is_of(profile: Profile, device: DeviceId) -> bool:
+    """Return whether a profile was measured on this very device, not on another one of its name."""
+    name = "uuid" if device.uuid else "host"
+    return bool(profile.get(name) == getattr(device, name))
+
+
+def _differ(old: Profile | None, new: Profile) -> bool:
+    """Return whether a device took another time, at the size that the newer profile knows best."""
+    if old is None:
+        return True
+    most = int(np.argmax(new["steps"]))
+    seconds = new["forward_s"][most] + new["backward_s"][most]
+    points = np.argsort(old["batches"])
+    times = np.array(old["forward_s"])[points] + np.array(old["backward_s"])[points]
+    expected = np.interp(new["batches"][most], np.array(old["batches"])[points], times)
+    return bool(abs(np.log(seconds / expected)) > _DIFFERENT)
 
 
 def suppose_unknown(learner: Learner, unknown: Sequence[int], sheets: Sequence[DataSheet]) -> None:

@@ -74,6 +74,11 @@ class Progress:
         steps = 1.0 if ratio == 1 else batches / max(self.num_batches, len(lengths))
         return Worth(batches=batches, steps=steps, num_batches=len(lengths))
 
+    def times(self, ratio: float) -> Progress:
+        """Return the same progress counted in other initial batches: `ratio` of them make one of these."""
+        counts = {name: ratio * getattr(self, name) for name in ("batches", "steps", "forgone")}
+        return Progress(num_batches=self.num_batches, **counts)
+
     def add(self, worth: Worth) -> None:
         """Count a step."""
         self.batches += worth.batches

@@ -44,6 +44,12 @@ def save_profiles(learner: Learner, max_batch: IntArray) -> list[Profile | None]
     return saved
 
 
+def check_profiles(profiles: list[Profile | None]) -> None:
+    """Raise StateError where one is damaged."""
+    load_profiles(Learner(len(profiles)), profiles)
+    profile_caps(profiles)
+
+
 def profile_caps(profiles: Sequence[Profile | None]) -> IntArray:
     """Return the largest local batch that each device's memory held, as far as its profile knows it, [n]."""
     caps = np.full(len(profiles), NO_MAX)

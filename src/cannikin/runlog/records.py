@@ -32,11 +32,13 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     What a device says of itself is None where it does not: `memory_bytes` is its size, `memory_limit_bytes` what the
     rank's process might take of it when training began, `capability` NVIDIA's compute capability, such as (9, 0).
+    `uuid` tells a GPU from all others; "" where there is none.
     """
 
     name: str = ""
     host: str = ""
     device: str = ""
+    uuid: str = ""
     memory_bytes: int | None = None
     memory_limit_bytes: int | None = None
     capability: tuple[int, int] | None = None

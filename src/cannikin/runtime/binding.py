@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from cannikin.core import policies
+from cannikin.core.devices import DeviceId, find_origins
 from cannikin.core.planner import DevicePlanner, Planner
+from cannikin.core.policies import plans
 from cannikin.core.policies.cannikin import Controller
 from cannikin.core.prior import DataSheet
+from cannikin.core.profiles import Profile
 from cannikin.core.values import Job
-from cannikin.errors import InvalidInputError, StateError
+from cannikin.errors import InvalidInputError
 from cannikin.runlog import RankInfo
 from cannikin.runtime.loop import Loop
 from cannikin.runtime.memory import state_bytes
-from cannikin.runtime.profile_store import ProfileStore
 from cannikin.runtime.wire import Exchange
 
 
@@ -76,26 +77,57 @@ def make_planner(
     policy: str | Planner,
     job: Job,
     batch_norm: bool,
-    restored: dict[str, Any] | None,
-    store: ProfileStore | None,
-    devices: list[str],
+    state: dict[str, Any] | None,
+    ranks: Sequence[RankInfo],
     sheets: list[DataSheet],
+    profiles: list[Profile | None] | None,
 ) -> Planner:
-    """Make the planner, with what a saved state, else stored profiles, else the devices' data sheets know.
+    """Make the planner, with what a saved state, stored profiles and the devices' data sheets know.
 
-    `store` is None on ranks other than 0, and where the user keeps no profiles; `devices` has a name per rank.
+    Args:
+        policy, job, batch_norm: what it is, and what for.
+        state: of an engine, where one was loaded.
+        ranks, sheets, profiles: who the ranks are, what their devices' data sheets say, and what `share_profiles` does.
     """
     planner = policies.make_planner(policy, job, batch_norm=batch_norm) if isinstance(policy, str) else policy
-    if store is not None and not isinstance(planner, DevicePlanner):
-        text = f"profiles= is ignored: policy {policy_name(policy)!r} learns no profiles"
-        warnings.warn(text, RuntimeWarning, stacklevel=5)
-    if restored is not None:
-        planner.load_state_dict(restored)
-    elif store is not None and isinstance(planner, DevicePlanner):
-        try:
-            planner.start_from(store.load(devices))
-        except StateError as error:  # not worth a run: the ranks are learned afresh
-            warnings.warn(f"stored profiles are left out: {error}", RuntimeWarning, stacklevel=5)
+    if state is None and profiles is not None and isinstance(planner, DevicePlanner):
+        planner.start_from(profiles)
     if isinstance(planner, Controller):
         planner.start_by(sheets)
+    if state is not None:
+        restore_planner(planner, state, ranks, profiles)
     return planner
+
+
+def restore_planner(
+    planner: Planner, state: dict[str, Any], ranks: Sequence[RankInfo], profiles: list[Profile | None] | None
+) -> None:
+    """Let a planner take what an engine saved: ours finds each rank's device again, others go by rank number."""
+    if not isinstance(planner, Controller):
+        planner.load_state_dict(state["planner"])
+        return
+    with plans.restoring("controller"):
+        origins = find_origins(
+            state["planner"],
+            [DeviceId(**saved) for saved in state.get("devices", [])],  # older states have none
+            [device_id(rank) for rank in ranks],
+            profiles or [None] * len(ranks),
+            saved_s=float(state.get("saved_s", 0.0)),
+        )
+    planner.load_state_dict(state["planner"], origins)
+
+
+def batch_ratio(state: dict[str, Any], job: Job) -> float:
+    """Return how many of this job's initial batches make one of those in which an engine saved its progress.
+
+    By batches per pass where these are known, so that whole passes stay whole. Older states have neither.
+    """
+    before, now = state.get("pass_steps"), job.pass_steps
+    if before and now:
+        return float(now / before)
+    return float((state.get("batch_size") or job.batch_size) / job.batch_size)
+
+
+def device_id(rank: RankInfo) -> DeviceId:
+    """Return what tells a rank's device from others."""
+    return DeviceId(host=rank.host, name=rank.device, uuid=rank.uuid)

@@ -99,9 +99,6 @@ class Unplanned:
         """Return None: nothing was learned."""
         return None
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Leave the state to the planner that will be made of it (`binding`)."""
-
 
 class Coordinator:
     """Collects this rank's steps, and keeps the plans that rank 0 makes of everybody's.
@@ -192,9 +189,8 @@ class Coordinator:
         # Rank 0 too, whose restored noise scale is in it: gains and rates must not differ.
         self.schedule.begin_with(own if self._thread is not None else decode_decision(values))
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Let the planner take a saved state, and begin with the plan it held."""
-        self.planner.load_state_dict(state)
+    def begin_again(self) -> None:
+        """Begin with the plan of the planner, which has taken a saved state."""
         self._divergence = Divergence()
         self.schedule.begin_with(self.planner.decide(None, self.schedule.job, 0))
 

@@ -64,7 +64,7 @@ class Device(Protocol):
         """What tells one kind of device from another, such as "NVIDIA A100-SXM4-80GB" or a processor's name."""
 
     def data_sheet(self) -> dict[str, Any]:
-        """Return what the device says of its speed, by the names of `runlog.RankInfo`; {} where it says nothing."""
+        """Return what the device says of itself, by the names of `runlog.RankInfo`; {} where it says nothing."""
 
     def mark(self) -> Any:
         """Return this moment in the device's order of work."""
@@ -174,6 +174,7 @@ class Cuda:
             "capability": None if torch.version.hip else (properties.major, properties.minor),  # AMD numbers otherwise
             "num_multiprocessors": properties.multi_processor_count,
             "clock_mhz": clock_khz / 1e3 if clock_khz else None,
+            "uuid": str(getattr(properties, "uuid", "")),
         }
 
     def mark(self) -> torch.cuda.Event:

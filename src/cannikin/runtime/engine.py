@@ -6,8 +6,10 @@ One engine per model; no global state. What happens inside a step is `loop`'s; `
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import partial
 from typing import Any, Unpack
 
@@ -17,10 +19,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cannikin.core.cutting import whole_number
 from cannikin.core.lr import Progress, rule_name
+from cannikin.core.profiles import Profile
 from cannikin.core.values import Job, Plan
 from cannikin.errors import BatchMatchError, InvalidInputError, StateError
+from cannikin.runlog import RankInfo
 from cannikin.runtime.across import Together, gather_rows, mean_over_ranks
-from cannikin.runtime.binding import check_agreement, check_owner, data_sheets, give_loader, make_planner, policy_name
+from cannikin.runtime.binding import (
+    batch_ratio,
+    check_agreement,
+    check_owner,
+    data_sheets,
+    device_id,
+    give_loader,
+    make_planner,
+    policy_name,
+    restore_planner,
+)
 from cannikin.runtime.coordinator import Coordinator, Unplanned
 from cannikin.runtime.device import find_device
 from cannikin.runtime.drawing import Draws
@@ -30,7 +44,7 @@ from cannikin.runtime.loop import Loop
 from cannikin.runtime.memory import MemoryGauge, later_bytes
 from cannikin.runtime.notice import Notices
 from cannikin.runtime.options import DrawOptions, OneOrMore, Options, check_model, check_names
-from cannikin.runtime.profile_store import ProfileStore, introduce, model_key
+from cannikin.runtime.profile_store import ProfileStore, introduce, model_key, share_profiles
 from cannikin.runtime.recorder import Recorder, check_metrics, end_run
 from cannikin.runtime.step import BatchEntry, BatchSource
 from cannikin.runtime.update import Update, choose_rules
@@ -64,6 +78,8 @@ class Engine:
         self._ddp = ddp
         self._source: BatchSource | None = None  # the loader
         self._restored: dict[str, Any] | None = None  # a state loaded before there was a planner to take it
+        self._ranks: list[RankInfo] = []  # who they are, once a loader is bound
+        self._profiles: list[Profile | None] | None = None  # stored ones of their devices
         self.device = find_device(next(net.parameters()).device)
         self._update = Update(optimizers, rules, self.device, net.parameters())
         wrapper = options.get("comm_wrapper")
@@ -136,10 +152,13 @@ class Engine:
         policy = policy_name(self.policy)
         choices = {"policy": policy, "weighting": self.weighting, "lr_rule": self.lr_rule, "lag": self.device.lag}
         check_agreement(self._exchange, job, **settings, **choices)
-        ranks = introduce(self._exchange, self.device)
-        devices = [rank.device for rank in ranks]
+        ranks = self._ranks = introduce(self._exchange, self.device)
+        self._profiles = share_profiles(self._exchange, self._store, ranks)
         sheets = data_sheets(ranks, self._ddp.module)
-        planner = make_planner(self.policy, job, self.has_batch_norm, self._restored, self._store, devices, sheets)
+        state, batch_norm = self._restored, self.has_batch_norm
+        planner = make_planner(self.policy, job, batch_norm, state, ranks, sheets, self._profiles)
+        if state is not None:
+            self._update.restore(self._update.progress.times(batch_ratio(state, job)))
         coordinator = Coordinator(self._exchange, self.device, job, planner, prefetch_depth=source.prefetch_depth)
         coordinator.agree()
         self._source = source
@@ -147,7 +166,8 @@ class Engine:
         if self.world_size == 1 and job.largest_total > job.batch_size:
             self._reducer.compare_with_previous()
         if self._store is not None:
-            self._store.devices, self.loop.store = devices, self._store
+            self._store.ranks, self.loop.store = ranks, self._store
+            self._store.check(planner, policy)
         self._recorder.begin(job, policy, self._ddp.module, ranks, coordinator.schedule.decision)
         return self.loop
 
@@ -226,6 +246,10 @@ class Engine:
             "optimizer_steps": progress.steps,
             "forgone": progress.forgone,
             "num_steps": num_steps,
+            "batch_size": None if self.job is None else self.job.batch_size,
+            "pass_steps": None if self.job is None else self.job.pass_steps,
+            "saved_s": time.time(),
+            "devices": [asdict(device_id(rank)) for rank in self._ranks],
             "planner": planner,
         }
 
@@ -237,9 +261,12 @@ class Engine:
         steps, forgone = float(state.get("optimizer_steps", batches)), float(state.get("forgone", 0.0))
         self._update.restore(Progress(batches=batches, steps=steps, forgone=forgone))
         self._recorder.resume(int(state.get("num_steps", 0)) - self.loop.queue.num_taken)
-        self._restored = state["planner"]
-        if self._restored is not None:
-            self.loop.coordinator.restore(self._restored)
+        self._restored = state if state["planner"] is not None else None
+        coordinator = self.loop.coordinator
+        if self._restored is not None and isinstance(coordinator, Coordinator):
+            self._update.restore(self._update.progress.times(batch_ratio(state, coordinator.schedule.job)))
+            restore_planner(coordinator.planner, state, self._ranks, self._profiles)
+            coordinator.begin_again()
 
     # For users.
 

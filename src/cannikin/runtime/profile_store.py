@@ -9,7 +9,9 @@ import hashlib
 import json
 import os
 import socket
+import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ import msgspec
 import torch
 
 from cannikin.core.planner import DevicePlanner
+from cannikin.core.profiles import Profile, check_profiles
+from cannikin.errors import StateError
 from cannikin.runlog import RankInfo
 from cannikin.runtime.device import Device
 from cannikin.runtime.wire import Exchange
@@ -41,6 +45,24 @@ def introduce(exchange: Exchange, device: Device) -> list[RankInfo]:
     return [msgspec.json.decode(text, type=RankInfo) for text in texts]
 
 
+def share_profiles(
+    exchange: Exchange, store: ProfileStore | None, ranks: Sequence[RankInfo]
+) -> list[Profile | None] | None:
+    """Return the stored profile of each rank's device, the same on all ranks, which must all ask.
+
+    Rank 0 alone has a store, if the user keeps one; else there is None. Damaged profiles are left out with a warning.
+    """
+    found = None if store is None else store.load([rank.device for rank in ranks])
+    if found is not None:
+        try:
+            check_profiles(found)
+        except StateError as error:  # not worth a run: the ranks are learned afresh
+            warnings.warn(f"stored profiles are left out: {error}", RuntimeWarning, stacklevel=5)
+            found = [None] * len(ranks)
+    shared: list[Profile | None] | None = json.loads(exchange.gather_text(json.dumps(found))[0])
+    return shared
+
+
 def model_key(module: torch.nn.Module, *, scaled: bool) -> str:
     """Return what tells one model and precision from another; `scaled` is whether a GradScaler is in use."""
     shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters()]
@@ -54,19 +76,27 @@ class ProfileStore:
     def __init__(self, path: str | Path, model: str) -> None:
         self._path = Path(path)
         self._model = model
-        self.devices: list[str] = []  # of this run, by rank
+        self.ranks: Sequence[RankInfo] = ()  # of this run
 
-    def load(self, devices: list[str]) -> list[dict[str, Any] | None]:
+    def load(self, devices: list[str]) -> list[Profile | None]:
         """Return the profile of each of these devices, None where there is none; a file that cannot be read warns."""
         known = (self._read() or {}).get(self._model, {})
         return [known.get(device) for device in devices]
 
+    def check(self, planner: object, policy: str) -> None:
+        """Say where a planner learns nothing that could be kept."""
+        if not isinstance(planner, DevicePlanner):
+            text = f"profiles= is ignored: policy {policy!r} learns no profiles"
+            warnings.warn(text, RuntimeWarning, stacklevel=5)
+
     def keep(self, planner: object) -> None:
         """Save what a planner has learned of the run's devices, if it learns such things."""
         if isinstance(planner, DevicePlanner):
-            self.save(self.devices, planner.profiles())
+            marks = [{"saved_s": time.time(), "host": rank.host, "uuid": rank.uuid} for rank in self.ranks]
+            profiles = [known and {**known, **mark} for known, mark in zip(planner.profiles(), marks, strict=True)]
+            self.save([rank.device for rank in self.ranks], profiles)
 
-    def save(self, devices: list[str], profiles: list[dict[str, Any] | None]) -> None:
+    def save(self, devices: list[str], profiles: list[Profile | None]) -> None:
         """Put these profiles in place of older ones; of several ranks on one kind of device the first is kept."""
         found = {d: p for d, p in reversed(list(zip(devices, profiles, strict=True))) if p is not None}
         models = self._read()

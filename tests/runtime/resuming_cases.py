@@ -1,0 +1,86 @@
+"""What the ranks of `test_resuming` run: one training, and many that begin with what it saved."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from training_cases import Numbered, make_model, one_epoch
+
+from cannikin.runtime.loader import HeteroDataLoader
+
+SAMPLE_S = (1e-3, 2e-3, 4e-3)  # of each card, for a sample, in forward and again in backward
+TOTAL, NUM_STEPS = 28, 25
+STATE, PROFILES = "state.json", "profiles.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begun:
+    """How a run began: its first local batches, why (as rank 0 tells it), and its progress."""
+
+    local_batches: tuple[int, ...]
+    reason: str
+    progress: float
+
+
+def begin(
+    card: str, state: dict[str, Any], *, before: bool = True, profiles: str | None = None, **loader: Any
+) -> Begun:
+    """Build a model and a loader on this rank's card, and load the state before the loader is built or after it."""
+    os.environ["CANNIKIN_DEVICE"] = card
+    model, _ = make_model(**({} if profiles is None else {"profiles": profiles}))
+    if before:
+        model.engine.load_state_dict(state)
+    HeteroDataLoader(Numbered(NUM_STEPS * TOTAL), model=model, **{"batch_size": TOTAL, **loader})
+    if not before:
+        model.engine.load_state_dict(state)
+    plan = model.plan
+    return Begun(local_batches=plan.local_batches, reason=plan.reason, progress=model.engine.progress)
+
+
+def learn(rank: int, folder: str) -> dict[str, Any]:
+    """Train, each rank on a card of its own, and save what was learned; return the state, on all ranks."""
+    os.environ["CANNIKIN_DEVICE"] = f"card {rank}"
+    model, optimizer = make_model(SAMPLE_S[rank], profiles=os.path.join(folder, PROFILES))
+    loader = HeteroDataLoader(Numbered(NUM_STEPS * TOTAL), model=model, batch_size=TOTAL)
+    one_epoch(model, optimizer, loader)
+    states = [model.engine.state_dict()]
+    dist.broadcast_object_list(states)
+    if rank == 0:
+        Path(folder, STATE).write_text(json.dumps(states[0]))
+    return json.loads(json.dumps(states[0]))
+
+
+def three_ranks(rank: int, world_size: int, folder: str) -> dict[str, Begun]:
+    state = learn(rank, folder)
+    moved, own = f"card {(rank + 1) % 3}", f"card {rank}"
+    older = {name: value for name, value in state.items() if name not in ("devices", "saved_s", "batch_size")}
+    return {
+        "same": begin(own, state),
+        "moved": begin(moved, state),
+        "moved, loaded late": begin(moved, state, before=False),
+        "moved, older state": begin(moved, older),
+        "smaller batch": begin(own, state, batch_size=14),
+        "smaller batch, loaded late": begin(own, state, batch_size=14, before=False),
+        "bounded": begin(own, state, local_bounds=(1, 13)),
+    }
+
+
+def two_ranks(rank: int, world_size: int, folder: str) -> dict[str, Begun]:
+    state = json.loads(Path(folder, STATE).read_text())
+    profiles = os.path.join(folder, PROFILES)
+    older = {name: value for name, value in state.items() if name not in ("devices", "saved_s", "batch_size")}
+    forgetful = state | {"devices": [device | {"name": "another"} for device in state["devices"]]}
+    return {
+        "fewer": begin(("card 2", "card 0")[rank], state),
+        "of a kind": begin("card 1", state),
+        "older state": begin(("card 2", "card 0")[rank], older),
+        "older state, profiles": begin(("card 2", "card 0")[rank], older, profiles=profiles),
+        "other devices, profiles, loaded late": begin(
+            ("card 2", "card 0")[rank], forgetful, profiles=profiles, before=False
+        ),
+    }
