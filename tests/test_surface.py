@@ -29,6 +29,7 @@ PUBLIC = [
     "NoiseTracker",
     "PrometheusObserver",
     "ScalarObserver",
+    "Snapshot",
     "Split",
     "TensorBoardObserver",
     "__version__",
@@ -39,7 +40,15 @@ PUBLIC = [
     "optimal_split",
     "step_time",
 ]
-MAY_NEED_TORCH = {"Engine", "HeteroBatchSampler", "HeteroDataLoader", "HeteroDataParallel", "attach", "by_progress"}
+MAY_NEED_TORCH = {
+    "Engine",
+    "HeteroBatchSampler",
+    "HeteroDataLoader",
+    "HeteroDataParallel",
+    "attach",
+    "by_progress",
+    "Snapshot",
+}
 
 
 def test_the_public_names_are_exactly_these():

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from cannikin.runtime.loader import HeteroDataLoader as HeteroDataLoader
     from cannikin.runtime.parallel import HeteroDataParallel as HeteroDataParallel
     from cannikin.runtime.parallel import attach as attach
+    from cannikin.runtime.snapshot import Snapshot as Snapshot
     from cannikin.runtime.update import by_progress as by_progress
     from cannikin.trackers import PrometheusObserver as PrometheusObserver
     from cannikin.trackers import ScalarObserver as ScalarObserver
@@ -39,6 +40,7 @@ _HOMES = {
     "cannikin.runtime.engine": ["Engine"],
     "cannikin.runtime.loader": ["HeteroBatchSampler", "HeteroDataLoader"],
     "cannikin.runtime.parallel": ["HeteroDataParallel", "attach"],
+    "cannikin.runtime.snapshot": ["Snapshot"],
     "cannikin.runtime.update": ["by_progress"],
     "cannikin.trackers": ["PrometheusObserver", "ScalarObserver", "TensorBoardObserver"],
 }

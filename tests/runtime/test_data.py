@@ -83,6 +83,9 @@ class ScriptedFeed:
     def begin_epoch(self, epoch: int, position: int) -> None:
         self.epochs_begun += 1
 
+    def between_steps(self, *, is_over: bool | None) -> float:
+        return 0.0
+
     def complete_epoch(self) -> None:
         pass
 
@@ -523,6 +526,24 @@ def test_a_state_saved_right_after_the_last_batch_resumes_with_the_next_epoch(it
         resumed.load_state_dict(state)
         assert len(list(resumed)) == len(states)
         assert resumed.epoch == 2
+
+
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 1}])
+@pytest.mark.parametrize(("drop_last", "places"), [(False, [(0, 4), (0, 8), (1, 0)]), (True, [(0, 4), (1, 0)])])
+def test_a_loop_that_counts_from_the_resumed_epoch_trains_no_epoch_twice(drop_last, places, workers):
+    loader = build(Numbers(10), [(4,)], drop_last=drop_last, **workers)
+    states = [loader.state_dict() for _ in loader]
+    assert [(state["epoch"], state["position"]) for state in states] == places
+    resumed = build(Numbers(10), [(4,)], drop_last=drop_last)
+    resumed.load_state_dict(states[-1])
+    passes = [(resumed.epoch, len(list(resumed))) for _ in range(resumed.epoch, 3)]
+    assert passes == [(1, len(places)), (2, len(places))]
+
+
+def test_a_state_that_an_older_version_saved_at_the_last_batch_says_the_next_epoch():
+    loader = build(Numbers(10), [(4,)])
+    loader.load_state_dict({**loader.state_dict(), "position": 10})
+    assert (loader.epoch, loader.state_dict()["position"]) == (1, 0)
 
 
 def test_a_state_is_a_few_plain_numbers():

@@ -231,20 +231,23 @@ class EpochState:
     """A place in the data: `position` samples of epoch `epoch` have been handed out, over all ranks.
 
     Where each rank has a stream of its own, `shards` has how many of each, also where it had no more. `stored`
-    is whether it is one in a stored order, as older versions had for datasets of any size.
+    is whether it is one in a stored order, as older versions had for datasets of any size, `is_last` whether nothing of
+    the epoch is left to hand out.
     """
 
     epoch: int = 0
     position: int = 0
     shards: tuple[int, ...] = ()
     stored: bool = False
+    is_last: bool = False
 
 
 class Bookmark:
     """Which epoch the next pass begins, where in it, and what a checkpoint holds.
 
     A pass that is broken off abandons its epoch in this process. A checkpoint taken after it still holds its position,
-    so that a run that its loop's `break` stopped misses nothing when it is resumed elsewhere.
+    so that a run that its loop's `break` stopped misses nothing when it is resumed elsewhere. One taken at an epoch's
+    last batch is at the beginning of the next epoch: `range(loader.epoch, n)` trains none twice.
 
     Examples:
         >>> mark = Bookmark(num_samples=10, seed=0, shuffle=True)
@@ -278,9 +281,18 @@ class Bookmark:
         self.next = EpochState(epoch=self._saved.epoch + 1)
         return self._saved
 
-    def advance(self, position: int, shards: tuple[int, ...] = ()) -> None:
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the pass underway has handed out its last batch, as far as that is known."""
+        return self.underway and self._saved.is_last
+
+    def turn(self) -> None:
+        """Forget the place in an abandoned epoch: the next pass is about to begin."""
+        self._saved = self.next
+
+    def advance(self, position: int, shards: tuple[int, ...] = (), *, is_last: bool = False) -> None:
         """Note that `position` samples of the epoch have been handed out, `shards` of each rank's own stream."""
-        self._saved = replace(self._saved, position=position, shards=shards)
+        self._saved = replace(self._saved, position=position, shards=shards, is_last=is_last)
 
     def finish(self) -> None:
         """Note that the pass came to the end of its epoch."""
@@ -300,9 +312,10 @@ class Bookmark:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch, the samples handed out, and what this order of samples depends on, as plain numbers."""
-        shards = {"shards": list(self._saved.shards)} if self._saved.shards else {}
-        stored = {"shuffle": _STORED} if self._saved.stored else {}
-        return {"epoch": self._saved.epoch, "position": self._saved.position, **shards, **self._identity, **stored}
+        place = EpochState(epoch=self._saved.epoch + 1) if self._saved.is_last else self._saved
+        shards = {"shards": list(place.shards)} if place.shards else {}
+        stored = {"shuffle": _STORED} if place.stored else {}
+        return {"epoch": place.epoch, "position": place.position, **shards, **self._identity, **stored}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned, on any number of ranks."""
@@ -327,5 +340,7 @@ class Bookmark:
             shards = tuple(whole_number("saved shards", number, low=0) for number in state.get("shards", ()))
         except InvalidInputError as error:
             raise StateError(f"{error}: the state is damaged or not of a loader") from None
+        if position == length:  # saved by an older version at an epoch's last batch
+            epoch, position = epoch + 1, 0
         stored = stored and position > 0
         self.next = self._saved = EpochState(epoch=epoch, position=position, shards=shards, stored=stored)

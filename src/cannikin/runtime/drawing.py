@@ -73,6 +73,7 @@ class Draws:
         if not self._engine.is_training and plan is not None:
             return Draw(plan.local_batches[self._engine.rank], plan.total_batch)
         cutter = self._cutter or self._begin()
+        self._feed.between_steps(is_over=False)
         step = cutter.cut(cutter.position, cutter.look())
         assert step is not None, "there is no end"
         self._feed.hand_out(step.entry)

@@ -88,6 +88,7 @@ class Engine:
         self._recorder = Recorder(options.get("observers", ()), options.get("run_dir"), active=self._exchange.rank == 0)
         key = model_key(net, scaled=scaler is not None)
         self._store = ProfileStore(profiles, key) if profiles is not None and self.rank == 0 else None
+        self._grad_scaler = scaler
         self._follows = "follows" in options and options["follows"] is not None
         make_loop = partial(Follower, leader_of(options["follows"], options)) if self._follows else Loop
         self.loop: Loop = make_loop(
@@ -170,6 +171,17 @@ class Engine:
             self._store.check(planner, policy)
         self._recorder.begin(job, policy, self._ddp.module, ranks, coordinator.schedule.decision)
         return self.loop
+
+    @property
+    def exchange(self) -> Exchange:
+        """What carries messages between the ranks, beside the gradients."""
+        return self._exchange
+
+    def parts(self) -> dict[str, Any]:
+        """Return all that has a state of its own, by name, as a snapshot holds it."""
+        optimizers = [rates.optimizer for rates in self._update.rates]
+        found = {"model": self._ddp.module, "optimizer": optimizers, "grad_scaler": self._grad_scaler}
+        return {**{k: v for k, v in found.items() if v is not None}, "engine": self, "loader": self._source}
 
     # Batches of the user's own.
 

@@ -26,6 +26,7 @@ from torch.utils.data import (
 
 from cannikin.core.cutting import Bookmark, num_steps, whole_number
 from cannikin.errors import InvalidInputError
+from cannikin.runtime.ending import PatientWorker
 from cannikin.runtime.engine import Engine
 from cannikin.runtime.loop import Loop
 from cannikin.runtime.options import DataLoaderOptions, LoaderOptions, check_names
@@ -79,7 +80,7 @@ class _OverPasses:
         """Return where in the data training is, in plain numbers, the same on every rank.
 
         A loader counts batches yielded, a sampler batches cut. After a loop was broken off, it still says where: a run
-        resumed from it goes on with that epoch.
+        resumed from it goes on with that epoch. At an epoch's last batch it is at the beginning of the next epoch.
         """
         return self._bookmark.state_dict()
 
@@ -150,6 +151,7 @@ class HeteroDataLoader(_OverPasses):
             given = {name: value for name, value in options.items() if name in READ and value is not None}
             self._read = {**READ, "prefetch_factor": 2 if options.get("num_workers") else None, **given}
         self._feed: Loop | None = None
+        self._reader: DataLoader[Any] | None = None  # of a stream
         if engine is not None:
             self.bind(engine)
 
@@ -186,7 +188,7 @@ class HeteroDataLoader(_OverPasses):
         generator = None
         if not self.sharded and reading.get("generator") is None:
             generator = reading["generator"] = torch.Generator()
-        reader: Any = DataLoader(self.dataset, batch_size=None, collate_fn=_unchanged, **reading)
+        reader = self._reader = DataLoader(self.dataset, batch_size=None, collate_fn=_unchanged, **reading)
         if self.sharded:
             return OwnStream(self.dataset, reader, rank=engine.rank, num_ranks=engine.world_size), after
         tagged = engine.world_size > 1 and self._options.get("sharded") is None
@@ -269,9 +271,11 @@ class HeteroDataLoader(_OverPasses):
             self._told_epoch = self._told.epoch
             self.set_epoch(self._told_epoch)
         feed, notes = self._bound(), self._cuts.start()
+        self._bookmark.turn()
         feed.begin_epoch(self._bookmark.next.epoch, self._bookmark.next.position)
         try:
             start_s, batches = time.perf_counter(), iter(self._loader)
+            start_s += feed.between_steps(is_over=False)
             while True:
                 try:
                     batch = next(batches)
@@ -287,9 +291,10 @@ class HeteroDataLoader(_OverPasses):
                 entry = replace(step.entry, load_s=time.perf_counter() - start_s, loaded_alone=not self.prefetch_depth)
                 if not feed.hand_out(self._weighed(entry, batch), batch):
                     break
-                self._bookmark.advance(step.position, step.shards)
+                self._bookmark.advance(step.position, step.shards, is_last=self._passes.is_last(step))
                 self.is_padding = step.entry.is_padding
                 yield batch
+                feed.between_steps(is_over=None if self._num_samples is None else self._bookmark.is_at_end)
                 start_s = time.perf_counter()
             self._bookmark.finish()
             feed.complete_epoch()
@@ -304,6 +309,12 @@ class HeteroDataLoader(_OverPasses):
         if not (math.isfinite(items) and items >= 0):
             raise InvalidInputError(f"item_count returned {items} for the batch of step {entry.step}: it must be >= 0")
         return replace(entry, items=items)
+
+    def keep_workers(self) -> None:
+        """Let workers that start from now on outlive a first SIGTERM, so that a last step can be finished."""
+        for loader in (self._loader, self._reader):
+            if loader is not None:
+                loader.worker_init_fn = PatientWorker(loader.worker_init_fn)
 
     @property
     def prefetch_depth(self) -> int:
@@ -363,15 +374,18 @@ class HeteroBatchSampler(_OverPasses, Sampler[list[int]]):
         if self._pass is not None:
             self._feed.end_epoch()
         this_pass = self._pass = object()
+        self._bookmark.turn()
         place = self._bookmark.next
         self._feed.begin_epoch(place.epoch, place.position)
+        self._feed.between_steps(is_over=False)
         try:
             for step, indices in self._passes.steps():
                 self._feed.hand_out(step.entry)
-                self._bookmark.advance(step.position)
+                self._bookmark.advance(step.position, is_last=self._passes.is_last(step))
                 yield indices
                 if self._pass is not this_pass:
                     raise InvalidInputError("this pass was ended by a later iter() over the sampler: use that one")
+                self._feed.between_steps(is_over=self._bookmark.is_at_end)
             self._bookmark.finish()
         finally:
             if self._pass is this_pass:

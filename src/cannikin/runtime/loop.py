@@ -12,13 +12,14 @@ Hooks around forward, gradients and optimizer write all of it into the step in p
 from __future__ import annotations
 
 import itertools
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -62,6 +63,16 @@ _CUT = 30  # steps in parts after which these are measured: plans do not spare t
 _KNOWN = 4  # tensors of a batch by which its forward may be known
 _UNPLANNED = 30  # batches of the script's own after which somebody should hear that nothing adapts
 _UNUSED = 30  # gradients that nobody used after which somebody should look
+
+
+class StepWatcher(Protocol):
+    """What is told of the moments between steps, on every rank at the same ones."""
+
+    def end_step(self) -> None:
+        """Take note that the loop has come for its next batch, or for the end of its pass."""
+
+    def rest(self) -> None:
+        """Take note that nothing is half done: all that was handed out is in the weights."""
 
 
 class Loop:
@@ -116,6 +127,8 @@ class Loop:
         self._num_unused: int | None = 0  # gradients that no optimizer step of ours has used; None after the first one
         self._pass: dict[str, int] | None = None  # where a pass begins, until the ranks have agreed on it
         self._pass_over = False
+        self.watcher: StepWatcher | None = None  # a snapshot
+        self._may_be_over = False  # the pass, as far as is known before a batch is read
 
     def register(self, module: torch.nn.Module) -> None:
         """Set the hooks around forward and the optimizer."""
@@ -185,6 +198,9 @@ class Loop:
 
         Returns False where there is no such step: the streams that ranks have of their own have ended on all of them.
         """
+        if self._may_be_over:
+            self._may_be_over = False
+            self._come_to_rest()
         self._statistics.finish_average()  # of a step that the optimizer has skipped
         tensors = tuple(weakref.ref(tensor) for tensor in itertools.islice(tensors_of(batch), _KNOWN))
         entry = replace(entry, tensors=tensors) if tensors else entry
@@ -197,6 +213,26 @@ class Loop:
         self.queue.add(entry)
         self._pass_over = False
         return True
+
+    def between_steps(self, *, is_over: bool | None) -> float:
+        """Let a snapshot be taken before the next batch is read; return the seconds that it took.
+
+        `is_over` is whether the pass has no more batches, so that the script still has to finish its epoch. Where that
+        is not known before one has been read, None, a snapshot is taken once it has.
+        """
+        if self.watcher is None:
+            return 0.0
+        start_s = time.perf_counter()
+        self._may_be_over = is_over is None
+        self.watcher.end_step()
+        if is_over is False:
+            self._come_to_rest()
+        return time.perf_counter() - start_s
+
+    def _come_to_rest(self) -> None:
+        """Tell the watcher where every batch that was handed out is in the weights, or was left out."""
+        if self.watcher is not None and not (self.queue or self._piled):
+            self.watcher.rest()
 
     def give_up(self) -> None:
         """Tell the ranks that wait for this one's part of the next step that there will be none: it could not read."""

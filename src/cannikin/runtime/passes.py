@@ -272,6 +272,13 @@ class Passes:
             if cutter.num_cut or not state.position:
                 return
 
+    def is_last(self, step: CutStep) -> bool:
+        """Return whether nothing is left of the epoch after this step, as far as its length is known."""
+        cutter = self._cutter
+        if self._num_samples is None or cutter is None or cutter.plan is None or cutter.position > step.position:
+            return False
+        return self._steps_from(step.position, cutter.plan) == 0
+
     def __len__(self) -> int:
         """Steps of the pass underway, or else of the next, with the plan in force for all that are not cut yet."""
         if self._num_samples is None:

@@ -373,10 +373,15 @@ class Exchange:
         counts: list[int] = self._gather_now(torch.tensor([mine]))[:, 0].tolist()
         return counts
 
-    def gather_text(self, mine: str) -> list[str]:
-        """Return a text of every rank, by rank."""
+    def gather_text(self, mine: str, limit: timedelta | None = None) -> list[str]:
+        """Return a text of every rank, by rank, for which this waits `limit`, or else the group's own."""
         text = mine.encode()
-        return self._gather_bytes(text, self._gather_now(torch.tensor([len(text)]))[:, 0].tolist())
+        return self._gather_bytes(text, self._gather_now(torch.tensor([len(text)]), limit)[:, 0].tolist())
+
+    def send(self, values: torch.Tensor, source: int, limit: timedelta) -> None:
+        """Fill this tensor on every rank with what one rank has in it."""
+        ranks = dist.get_process_group_ranks(self._group)
+        dist.broadcast(values, src=ranks[source], group=self._group, async_op=True).wait(limit)
 
     def _gather_bytes(self, mine: bytes, lengths: list[int]) -> list[str]:
         padded = torch.zeros(max(lengths), dtype=torch.uint8)

@@ -1,0 +1,434 @@
+"""Snapshots: a run that is killed, or told to end, goes on where it was, on as many ranks as there are then.
+
+Rank 0 takes them by itself, between steps: all ranks have the same weights there, and the loader's place is a number.
+Ranks talk when a run starts, about which snapshot to load, and about once per second on whether one of them was told to
+end; that sum is not waited for in the step that starts it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cannikin._version import __version__
+from cannikin.core.cutting import whole_number
+from cannikin.errors import DisagreementError, InvalidInputError, StateError
+from cannikin.runtime.ending import EXIT_STATUS, Ending
+from cannikin.runtime.passes import engine_of
+from cannikin.runtime.profile_store import model_key
+from cannikin.runtime.randomness import digest, get_randomness, set_randomness
+from cannikin.runtime.snapshot_file import (
+    HostRow,
+    OpenSnapshot,
+    SnapshotName,
+    list_snapshots,
+    newest_of,
+    open_snapshot,
+    pieces,
+    read_chunks,
+    superseded,
+    take_apart,
+    write_snapshot,
+)
+from cannikin.runtime.step import PendingSum
+
+_LIMIT = timedelta(seconds=300)  # for one rank to wait for another at the start: datasets may take long to open
+_LAST_WORD = timedelta(seconds=60)  # for others to wait for rank 0's last snapshot
+_LOOK_MS = 1000  # about how often ranks ask each other whether one was told to end
+
+_log = logging.getLogger("cannikin")
+
+
+def next_gap(gap: int, elapsed_ms: float) -> int:
+    """Return how many steps to take before ranks look again, when the last `gap` steps took this long.
+
+    At most twice as many as before: the first steps may tell nothing.
+
+    Examples:
+        >>> next_gap(1, 100), next_gap(10, 1000), next_gap(10, 60_000), next_gap(1, 0)
+        (2, 10, 1, 2)
+    """
+    return max(1, min(2 * gap, int(_LOOK_MS * gap / max(elapsed_ms, 1e-3))))
+
+
+def is_due(every: float | None, since: float) -> bool:
+    """Return whether as many seconds, or steps, have passed as should lie between two snapshots."""
+    return every is not None and since >= every
+
+
+class Snapshot:
+    """Saves a run in the background, and loads what was saved when the script is started again.
+
+        model = cannikin.HeteroDataParallel(net, optimizer)
+        loader = cannikin.HeteroDataLoader(data, model=model, batch_size=64)
+        cannikin.Snapshot("snapshots", model, scheduler=scheduler)
+        for epoch in range(loader.epoch, 90):
+            for x, y in loader:
+                ...
+
+    Build it on every rank, once all that it saves is built, before the loop. If the folder has a snapshot of this
+    model, it is loaded here, on any number of ranks, and the loop goes on with the next sample: count epochs from
+    `loader.epoch`, or by `model.epochs(n)`. From then on a snapshot is taken at the end of a step every `every_s`
+    seconds, and one soon after SIGTERM has come to any rank; every rank then ends with status 143.
+
+    A snapshot holds what the model knows (the module, its optimizers, what the engine has learned, the loader's place,
+    the GradScaler), the random generators of rank 0 (see `cannikin.runtime.randomness`), and whatever else is named. It
+    is rank 0's: what a named object has on other ranks alone is not kept.
+
+    The folder should be on storage that every host sees that may come to have rank 0. Whichever rank sees the newest
+    snapshot sends it to the others, so it is enough that one does. A file that is damaged, or of another model, is
+    named in a warning, and the one before is loaded.
+
+    Snapshots are taken where no batch is half used: not while gradients pile up, and in a loop that reads a batch ahead
+    of the one in training, or with a `HeteroBatchSampler` under workers, only between epochs.
+
+    Args:
+        folder: where snapshots are kept; rank 0 makes it.
+        model: the HeteroDataParallel, or the engine `cannikin.attach` returned, with its loader built.
+        every_s: seconds between two snapshots; None leaves them to `every_steps` and SIGTERM.
+        every_steps: steps between two snapshots.
+        keep: how many to keep, at least 2.
+        **objects: what else to save, by names that stay the same: schedulers, averages of weights, a second
+            HeteroDataParallel with its optimizers, or lists of these; each with `state_dict()`, of tensors and plain
+            values, and `load_state_dict()`. What the model knows already may be named again.
+
+    Attributes:
+        resumed_from: steps that training had taken when the loaded snapshot was; None where there was none.
+        last: what the last snapshot that is safely on the disk was, and what it took; None before.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        model: object,
+        *,
+        every_s: float | None = 60.0,
+        every_steps: int | None = None,
+        keep: int = 2,
+        **objects: Any,
+    ) -> None:
+        self._engine = engine = engine_of(model)
+        self._loop, self._exchange = engine.loop, engine.exchange
+        self._folder, self._keep = Path(folder), whole_number("keep", keep, low=2)
+        if every_s is not None and not every_s > 0:
+            raise InvalidInputError(f"every_s={every_s} must be above 0, or None for none by the clock")
+        self._every_s = every_s
+        self._every_steps = None if every_steps is None else whole_number("every_steps", every_steps, low=1)
+        if not engine.coordinator.is_bound:
+            raise InvalidInputError("the model has no loader yet, whose place a Snapshot saves: build the loader first")
+        if self._loop.watcher is not None:
+            raise InvalidInputError("this model has a Snapshot already: name all that is to be saved in one")
+        self._objects = _by_name({**engine.parts(), **objects})
+        self._identity = _identity(self._objects)
+        self._host = HostRow()
+        self._writer = ThreadPoolExecutor(1, "cannikin-snapshot")
+        self._writing: Future[None] | None = None
+        self._good: list[SnapshotName] = []  # loaded or written by this process, oldest first
+        self._randomness: tuple[Mapping[str, Any], Mapping[str, bool]] | None = None  # to go on from
+        self.resumed_from: int | None = None
+        self.last: dict[str, float] | None = None
+        take_apart(self._state())  # refuses what cannot be saved now, not in an hour
+        self._load_newest()
+        self._ending = Ending(self.wait)
+        self._must_end = False
+        self._look: PendingSum | None = None
+        self._gap, self._until_look, self._looked_s = 1, 0, time.monotonic()
+        self._wanted = self._has_warned = False
+        self._restart_clock()
+        self._hooks = [
+            part.register_step_pre_hook(lambda *_: self._host.before_update())
+            for part in self._objects.values()
+            if isinstance(part, torch.optim.Optimizer)
+        ]
+        self._loop.watcher = self
+        keep_workers = getattr(self._objects["loader"], "keep_workers", None)
+        if keep_workers is not None and self._ending.can_hear:
+            keep_workers()
+        self._warn_of_limits()
+
+    def _warn_of_limits(self) -> None:
+        if self._exchange.rank != 0:
+            return
+        loader = self._objects["loader"]
+        if getattr(loader, "prefetch_depth", 0) and not hasattr(loader, "keep_workers"):
+            warnings.warn(
+                "snapshots are taken between epochs only: a HeteroBatchSampler under workers does not know which of "
+                "the batches it has cut are trained on; use HeteroDataLoader, which does",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        if not self._ending.can_hear:
+            warnings.warn(
+                "SIGTERM takes no snapshot here: Python lets only the main thread hear signals; snapshots by the clock "
+                "are taken all the same",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    # Loading.
+
+    def _load_newest(self) -> None:
+        """Load the newest snapshot that is whole and of this model, the same on every rank."""
+        seen = self._ask_who_sees_what()
+        refused: set[SnapshotName] = set()
+        while (found := newest_of(seen, refused)) is not None:
+            name, owner = found
+            try:
+                if name.identity != self._identity:
+                    raise StateError("it is of another model, or of other names or shapes of parameters")
+                opened = open_snapshot(self._receive(name, owner))
+            except StateError as error:
+                refused.add(name)
+                self._warn(f"snapshot {self._folder / str(name)} is left out: {error}")
+            else:
+                self._load(opened, name)
+                return
+        if refused:
+            self._warn(f"no snapshot in {self._folder} can be used: training begins afresh")
+
+    @contextmanager
+    def _within_limit(self) -> Iterator[None]:
+        """Say who waited for what where ranks do not meet in time, or one of them is gone."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise DisagreementError(
+                f"rank {self._exchange.rank} could not agree with the other ranks on a snapshot in "
+                f"{str(self._folder)!r} within {_LIMIT.total_seconds():.0f} s: build the Snapshot on every rank, and "
+                f"look for the error of the one that has not come ({error})"
+            ) from error
+
+    def _ask_who_sees_what(self) -> list[list[SnapshotName]]:
+        """Return the snapshots that each rank sees; raise the same error on every rank where none can be written."""
+        problem = ""
+        if self._exchange.rank == 0:
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                for unfinished in self._folder.glob(".step-*.part"):  # of a run that was killed
+                    unfinished.unlink()
+                if not os.access(self._folder, os.W_OK):
+                    raise PermissionError("it may not be written to")
+            except OSError as error:
+                problem = str(error)
+        mine = [[name.step, name.identity] for name in list_snapshots(self._folder)]
+        with self._within_limit():
+            told = [json.loads(text) for text in self._exchange.gather_text(json.dumps([problem, mine]), _LIMIT)]
+        if told[0][0]:
+            raise InvalidInputError(
+                f"rank 0 cannot keep snapshots in {str(self._folder)!r} ({told[0][0]}): give a folder that it can write"
+            )
+        return [[SnapshotName(*name) for name in names] for _, names in told]
+
+    def _receive(self, name: SnapshotName, owner: int) -> torch.Tensor:
+        """Return the bytes of a file that one rank sees, on every rank; none where it cannot read it after all."""
+        path, is_owner = self._folder / str(name), self._exchange.rank == owner
+        length = torch.zeros(1, dtype=torch.int64)
+        if is_owner:
+            with suppress(OSError):
+                length[0] = path.stat().st_size
+        with self._within_limit():
+            self._exchange.send(length, owner, _LIMIT)
+            row = torch.empty(int(length), dtype=torch.uint8)
+            for piece in read_chunks(path, row) if is_owner else pieces(row):
+                self._exchange.send(piece, owner, _LIMIT)
+        return row
+
+    def _load(self, opened: OpenSnapshot, name: SnapshotName) -> None:
+        saved = opened.state["objects"]
+        for label, part in self._objects.items():
+            if label in saved:
+                part.load_state_dict(opened.part(saved[label]))
+            else:
+                self._warn(f"snapshot {name} has no {label!r}: it begins afresh")
+        unused = sorted(saved.keys() - self._objects.keys())
+        if unused:
+            self._warn(f"snapshot {name} also has {', '.join(unused)}, which this script does not name")
+        # Asked of the generators as the script has seeded them, used once the first pass has begun: that draws too.
+        now = get_randomness(self._engine.device.torch_device)
+        alike = {label: self._exchange.agrees(digest(state)) for label, state in sorted(now.items())}
+        self._randomness = opened.part(opened.state["randomness"]), alike
+        self.resumed_from = name.step
+        self._good.append(name)
+        if self._exchange.rank == 0:
+            _log.info("training goes on from snapshot %s", self._folder / str(name))
+
+    def _warn(self, text: str) -> None:
+        if self._exchange.rank == 0:
+            warnings.warn(text, RuntimeWarning, stacklevel=5)
+
+    # Between steps, on every rank.
+
+    def end_step(self) -> None:
+        """See `StepWatcher`: ranks tell each other, about once per second, whether one of them was told to end."""
+        if self._randomness is not None:
+            (states, alike), self._randomness = self._randomness, None
+            set_randomness(states, self._engine.device.torch_device, self._exchange.rank, alike)
+        self._ending.step()
+        if self._exchange.world_size == 1:
+            self._must_end = self._ending.asked
+            return
+        if self._look is not None:
+            told, elapsed_ms = self._look.values()
+            elapsed_ms /= self._exchange.world_size
+            self._must_end, self._look = told > 0, None
+            self._ending.allow(elapsed_ms / 1e3 / self._gap)
+            self._gap = next_gap(self._gap, elapsed_ms)
+            self._until_look = self._gap - 1
+        elif self._until_look > 0:
+            self._until_look -= 1
+        if self._until_look == 0 and self._look is None and not self._must_end:
+            now_s = time.monotonic()
+            elapsed_ms, self._looked_s = (now_s - self._looked_s) * 1e3, now_s
+            # Whole numbers add up to the same on every rank, in whatever order.
+            self._look = self._exchange.start_sum(float(self._ending.asked), float(round(elapsed_ms)))
+
+    def rest(self) -> None:
+        """See `StepWatcher`: take a snapshot, if one is due."""
+        if self._must_end:
+            self._leave()
+        if self._exchange.rank == 0 and self._is_due() and not self._is_busy():
+            self._take()
+
+    def _is_due(self) -> bool:
+        since_s, since_steps = time.monotonic() - self._taken_s, self._loop.queue.num_taken - self._taken_step
+        return self._wanted or is_due(self._every_s, since_s) or is_due(self._every_steps, since_steps)
+
+    def _is_busy(self) -> bool:
+        """Return whether the snapshot before is still being written: a slow disk gets fewer snapshots."""
+        if self._writing is None or self._writing.done():
+            return False
+        waited_s = time.monotonic() - self._taken_s
+        if waited_s > 2 * max(self._every_s or 0.0, 30.0) and not self._has_warned:
+            self._has_warned = True
+            self._warn(f"a snapshot has been written to {self._folder} for {waited_s:.0f} s: the next one waits for it")
+        return True
+
+    def save(self) -> None:
+        """Have a snapshot taken at the end of this step, whatever the clock says; any rank may ask, rank 0 counts."""
+        self._wanted = True
+
+    # Saving, on rank 0.
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "objects": {label: part.state_dict() for label, part in self._objects.items()},
+            "randomness": get_randomness(self._engine.device.torch_device),
+            "about": {"cannikin": __version__, "torch": str(torch.__version__), "saved_at_s": time.time()},
+        }
+
+    def _restart_clock(self) -> None:
+        self._taken_s, self._taken_step, self._wanted = time.monotonic(), self._loop.queue.num_taken, False
+
+    def _take(self) -> None:
+        """Copy everything to the host, and have a thread write it."""
+        self._restart_clock()
+        start_s = time.perf_counter()
+        try:
+            state = self._state()
+            skeleton, tensors = take_apart(state)
+        except InvalidInputError as error:
+            self._warn(f"no snapshot was taken: {error}")
+            return
+        modules = [part for part in self._objects.values() if isinstance(part, torch.nn.Module)]
+        buffers = {buffer.data_ptr() for module in modules for buffer in module.buffers()}  # that forward may change
+        self._host.copy(tensors, lambda tensor: tensor.data_ptr() in buffers)
+        name = SnapshotName(int(state["objects"]["engine"]["num_steps"]), self._identity)
+        self._writing = self._writer.submit(self._write, name, skeleton, time.perf_counter() - start_s)
+
+    def _write(self, name: SnapshotName, skeleton: Any, stalled_s: float) -> None:
+        """Write what was copied, and remove what it supersedes, in a thread."""
+        start_s = time.perf_counter()
+        self._host.wait()
+        try:
+            num_bytes = write_snapshot(self._folder / str(name), skeleton, self._host.layout, self._host.row)
+        except OSError as error:
+            self._warn(f"snapshot {self._folder / str(name)} could not be written ({error}): training goes on")
+            return
+        self._good = [*(good for good in self._good if good != name), name][-self._keep :]
+        for old in superseded(list_snapshots(self._folder), self._good, self._keep):
+            with suppress(OSError):
+                (self._folder / str(old)).unlink()
+        write_s = time.perf_counter() - start_s
+        self.last = {"step": name.step, "stalled_s": stalled_s, "write_s": write_s, "num_bytes": num_bytes}
+
+    def wait(self) -> None:
+        """Wait until the snapshot that is being written, if any, is on the disk."""
+        if self._writing is not None:
+            self._writing.result()
+
+    def _leave(self) -> None:
+        """Take a last snapshot and end, on every rank."""
+        self._ending.allow(float("inf"))
+        if self._exchange.rank == 0:
+            self.wait()
+            self._take()
+            self.wait()
+        with suppress(RuntimeError):  # the others wait for rank 0: launchers end all ranks once one has ended
+            self._exchange.start_sum(0.0).work.wait(_LAST_WORD)
+        who = "this rank" if self._ending.asked else "another rank"
+        _log.warning("%s was told to end (SIGTERM): rank %d leaves with status %d after a snapshot in %s",
+                     who, self._exchange.rank, EXIT_STATUS, self._folder)  # fmt: skip
+        self.close()
+        raise SystemExit(EXIT_STATUS)
+
+    def close(self) -> None:
+        """Wait for the snapshot that is being written, and take no more; signals are what they were before."""
+        if self._loop.watcher is not self:
+            return
+        self._loop.watcher = None
+        for hook in self._hooks:
+            hook.remove()
+        self._writer.shutdown()
+        self._ending.close()
+
+    def __enter__(self) -> Snapshot:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _by_name(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all objects with a state, by name, each once: parts of models, and entries of lists."""
+    found: dict[str, Any] = {}
+
+    def add(name: str, value: Any) -> None:
+        if isinstance(value, list | tuple):
+            for number, part in enumerate(value):
+                add(name if len(value) == 1 else f"{name}.{number}", part)
+            return
+        engine = getattr(value, "engine", None)
+        if isinstance(value, torch.nn.Module) and engine is not None and value is not objects["model"]:
+            for label, part in engine.parts().items():
+                if part is not None and label != "loader":
+                    add(f"{name}.{label}", part)
+            return
+        if any(value is other for other in found.values()):
+            return
+        if not (callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))):
+            raise InvalidInputError(
+                f"{name} is a {type(value).__name__}: a snapshot takes objects with state_dict() and load_state_dict()"
+            )
+        found[name] = value
+
+    for name, value in objects.items():
+        add(name, value)
+    return found
+
+
+def _identity(objects: Mapping[str, Any]) -> str:
+    """Return what tells the files of one model from those of another, as 16 hexadecimal digits."""
+    keys = [model_key(part, scaled=False) for part in objects.values() if isinstance(part, torch.nn.Module)]
+    return hashlib.blake2b(json.dumps(keys).encode(), digest_size=8).hexdigest()

@@ -1,0 +1,165 @@
+"""Small trainings with snapshots, as single ranks run them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+import cannikin
+
+NUM_SAMPLES = 46
+
+
+class StoppedError(Exception):
+    """Stands for whatever ends a process between two snapshots."""
+
+
+class Noisy(Dataset):
+    """Sample i is i and some noise, from all three generators."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        noise = torch.randn(4) + random.random() + float(np.random.rand())
+        return index, index / NUM_SAMPLES + 0.1 * noise
+
+
+class Recording:
+    """One rank's training: what it has seen, and what it ends with."""
+
+    def __init__(self, folder: str, *, seed: int = 0, workers: int = 0, policy: str = "even", **options: Any) -> None:
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1)
+        )
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
+        self.model = cannikin.HeteroDataParallel(self.net, self.optimizer, policy=policy)
+        self.loader = cannikin.HeteroDataLoader(Noisy(), model=self.model, batch_size=8, num_workers=workers)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            options = {"every_s": None, "every_steps": 1, **options}
+            self.snapshot = cannikin.Snapshot(folder, self.model, scheduler=self.scheduler, **options)
+        self.warned = [str(warning.message) for warning in caught]
+        self.seen: list[tuple[int, int]] = []  # epoch and index
+        self.num_steps = 0
+
+    def train(self, num_epochs: int, stop_after: int = -1) -> None:
+        for epoch in range(self.loader.epoch, num_epochs):
+            for index, x in self.loader:
+                self.optimizer.zero_grad()
+                self.model(x).square().mean().backward()
+                self.optimizer.step()
+                if not self.loader.is_padding:
+                    self.seen += [(epoch, number) for number in index.tolist()]
+                self.num_steps += 1
+                self.snapshot.wait()  # for a disk that is as fast as the steps
+                self.after_step()
+                if self.num_steps == stop_after:
+                    raise StoppedError
+            self.scheduler.step()
+
+    def after_step(self) -> None:
+        """For subclasses."""
+
+    def result(self) -> dict[str, Any]:
+        weights = torch.cat([value.double().reshape(-1) for value in self.net.state_dict().values()])
+        return {
+            "resumed_from": self.snapshot.resumed_from,
+            "seen": self.seen,
+            "weights": weights.numpy(),
+            "lr": self.scheduler.get_last_lr()[0],
+            "warned": self.warned,
+        }
+
+
+def run(rank: int, world_size: int, folder: str, num_epochs: int, stop_after: int, options: dict[str, Any]) -> Any:
+    """Train; where told so, stop after some steps as if the process had been killed."""
+    training = Recording(folder, **options)
+    with contextlib.suppress(StoppedError):
+        training.train(num_epochs, stop_after)
+    training.snapshot.close()
+    return training.result()
+
+
+def seed_unlike(rank: int, world_size: int, folder: str, stop_after: int) -> Any:
+    """Train with a seed per rank, and say what each generator draws next once the run has been resumed."""
+    training = Recording(folder, seed=rank)
+    fresh = draw()
+    training.snapshot.end_step()
+    drawn = draw()
+    if stop_after:
+        with contextlib.suppress(StoppedError):
+            training.train(2, stop_after)
+    training.snapshot.close()
+    return fresh, drawn
+
+
+def draw() -> tuple[float, float, float]:
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def told_to_end(rank: int, world_size: int, folder: str, whom: int, options: dict[str, Any]) -> Any:
+    """Train for ever, and send one rank SIGTERM after its fifth step; a group's where it has workers."""
+
+    class Told(Recording):
+        def after_step(self) -> None:
+            if self.num_steps == 5 and rank == whom:
+                if options.get("workers"):
+                    os.killpg(os.getpgid(0), signal.SIGTERM)
+                else:
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+    if options.get("workers"):
+        os.setpgid(0, 0)
+    training = Told(folder, **options)
+    try:
+        training.train(1000)
+    except SystemExit as end:
+        return end.code, training.num_steps, training.result()
+    return None
+
+
+def own_folders(rank: int, world_size: int, folders: list[str], stop_after: int) -> Any:
+    """Train with a folder per rank, as on hosts without shared storage."""
+    return run(rank, world_size, folders[rank], 3, stop_after, {})
+
+
+def accumulate(rank: int, world_size: int, folder: str) -> Any:
+    """Step the optimizer after every third batch only, and return the steps at which snapshots were taken."""
+    training = Recording(folder)
+    taken: list[int] = []
+    for index, (_, x) in enumerate(training.loader):
+        training.model(x).square().mean().backward()
+        if index % 3 == 2:
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+        training.snapshot.wait()
+        taken += [int(training.snapshot.last["step"])] if training.snapshot.last else []
+    training.snapshot.close()
+    return sorted(set(taken))
+
+
+def refuse(rank: int, world_size: int, folder: str) -> Any:
+    """Give a folder that cannot be one."""
+    try:
+        Recording(folder)
+    except cannikin.errors.InvalidInputError as error:
+        return str(error)
+    return None
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(name for name in os.listdir(folder) if name.endswith(".snapshot"))

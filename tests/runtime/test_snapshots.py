@@ -1,0 +1,107 @@
+"""Runs that are stopped and started again: they go on where they were."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ranks import run_ranks
+from snapshot_cases import NUM_SAMPLES, accumulate, names, own_folders, refuse, run, seed_unlike, told_to_end
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+def seen_by(results) -> list[tuple[int, int]]:
+    return sorted(pair for result in results for pair in result["seen"])
+
+
+def every_sample_of(num_epochs: int) -> list[tuple[int, int]]:
+    return [(epoch, index) for epoch in range(num_epochs) for index in range(NUM_SAMPLES)]
+
+
+def test_a_resumed_run_is_to_the_bit_what_an_undisturbed_one_is(tmp_path):
+    undisturbed = run_ranks(run, 2, str(tmp_path / "whole"), 3, -1, {})
+    stopped = run_ranks(run, 2, str(tmp_path / "parts"), 3, 8, {})  # in the second epoch
+    resumed = run_ranks(run, 2, str(tmp_path / "parts"), 3, -1, {})
+    assert [result["resumed_from"] for result in stopped + resumed] == [None, None, 7, 7]
+    for result, whole in zip(resumed, undisturbed, strict=True):
+        assert np.array_equal(result["weights"], whole["weights"])
+        assert result["lr"] == whole["lr"]
+        assert result["seen"] == whole["seen"][-len(result["seen"]) :]
+    assert len(names(tmp_path / "parts")) == 2
+
+
+def test_samples_are_seen_once_on_any_number_of_ranks(tmp_path):
+    options = {"policy": "cannikin", "every_steps": 4}
+    before = run_ranks(run, 2, str(tmp_path), 3, 9, options)
+    after = run_ranks(run, 3, str(tmp_path), 3, -1, options)
+    assert [result["resumed_from"] for result in after] == [8] * 3
+    (lost_step,) = {tuple(sorted(result["seen"][-4:])) for result in before[:1]}
+    kept = sorted(pair for result in before for pair in result["seen"][:-4])  # 8 of 9 steps are in the snapshot
+    assert len(lost_step) == 4
+    assert sorted(kept + seen_by(after)) == every_sample_of(3)
+
+
+def test_a_damaged_or_foreign_snapshot_is_named_and_the_one_before_is_used(tmp_path):
+    run_ranks(run, 1, str(tmp_path), 3, 5, {})
+    older, newest = names(tmp_path)
+    foreign = tmp_path / f"step-{99:012d}-{0:016x}.snapshot"
+    foreign.write_bytes((tmp_path / newest).read_bytes())
+    whole = (tmp_path / newest).read_bytes()
+    (tmp_path / newest).write_bytes(whole[: len(whole) // 2])
+    (result,) = run_ranks(run, 1, str(tmp_path), 3, 3, {})
+    assert result["resumed_from"] == int(older.split("-")[1])
+    first, second = result["warned"]
+    assert foreign.name in first
+    assert "another model" in first
+    assert newest in second
+    assert "bytes of" in second
+    assert foreign.exists(), "it is not ours to remove"
+    for name in names(tmp_path):
+        (tmp_path / name).write_bytes(b"nothing")
+    (result,) = run_ranks(run, 1, str(tmp_path), 1, -1, {})
+    assert result["resumed_from"] is None
+    assert seen_by([result]) == every_sample_of(1)
+    assert "training begins afresh" in result["warned"][-1]
+
+
+@pytest.mark.parametrize(("whom", "options"), [(0, {}), (1, {})])
+def test_all_ranks_save_and_leave_when_one_is_told_to_end(tmp_path, whom, options):
+    results = run_ranks(told_to_end, 2, str(tmp_path), whom, {"every_steps": None, **options})
+    assert [status for status, _, _ in results] == [143, 143]
+    (num_steps,) = {steps for _, steps, _ in results}
+    assert 5 <= num_steps < 40
+    again = run_ranks(run, 2, str(tmp_path), 1 + num_steps // 6, -1, {})
+    assert [result["resumed_from"] for result in again] == [num_steps] * 2
+    assert seen_by([result for _, _, result in results] + again) == every_sample_of(1 + num_steps // 6)
+
+
+def test_one_rank_that_sees_the_newest_snapshot_is_enough(tmp_path):
+    folders = [str(tmp_path / name) for name in ("a", "b")]
+    before = run_ranks(own_folders, 2, folders, 5)
+    after = run_ranks(own_folders, 2, folders[::-1], -1)
+    assert [result["resumed_from"] for result in after] == [4, 4]
+    assert np.array_equal(after[0]["weights"], after[1]["weights"])
+    kept = [pair for result in before for pair in result["seen"][:-4]]
+    assert sorted(kept + seen_by(after)) == every_sample_of(3)
+
+
+def test_generators_that_a_script_seeds_unlike_stay_unlike_and_do_not_begin_again(tmp_path):
+    run_ranks(seed_unlike, 2, str(tmp_path), 5)
+    results = run_ranks(seed_unlike, 2, str(tmp_path), 0)
+    (fresh, drawn), (other_fresh, other_drawn) = results
+    for numbers in zip(fresh, drawn, other_fresh, other_drawn, strict=True):
+        assert len(set(numbers)) == 4
+    assert run_ranks(seed_unlike, 2, str(tmp_path), 0) == results, "a resumed run can be repeated"
+
+
+def test_no_snapshot_is_taken_while_gradients_pile_up(tmp_path):
+    taken, others = run_ranks(accumulate, 2, str(tmp_path))
+    assert (taken, others) == ([3], []), "six batches, and one optimizer step that another batch follows"
+
+
+def test_a_folder_that_rank_0_cannot_write_is_an_error_on_every_rank(tmp_path):
+    (tmp_path / "file").touch()
+    first, second = run_ranks(refuse, 2, str(tmp_path / "file"))
+    assert first == second
+    assert "rank 0 cannot keep snapshots" in first
+    assert "give a folder" in first
