@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,11 +22,12 @@ TOTAL = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Told:
-    """A training's splits, step by step; its first plan's reason, and warnings."""
+    """A training's splits, step by step; its first plan's reason, warnings, and what it learned of the cluster."""
 
     splits: list[tuple[int, ...]]
     reason: str
     warned: list[Warned]
+    cluster: dict[str, Any] | None
 
 
 def train(rank: int, world_size: int, path: str, num_samples: int) -> Told:
@@ -36,7 +38,9 @@ def train(rank: int, world_size: int, path: str, num_samples: int) -> Told:
         loader = HeteroDataLoader(Numbered(num_samples), model=model, batch_size=TOTAL)
         reason = model.plan.reason
         splits = [step.plan for step in one_epoch(model, optimizer, loader)]
-    return Told(splits=splits, reason=reason, warned=warned)
+    cluster = model.engine.cluster()
+    told = None if cluster is None else cluster.as_dict()
+    return Told(splits=splits, reason=reason, warned=warned, cluster=told)
 
 
 def learn_then_start_again(rank: int, world_size: int, folder: str) -> dict[str, Told]:

@@ -142,6 +142,16 @@ def test_a_second_run_begins_with_the_unequal_split_that_the_first_one_learned(t
     assert not any(run.warned for rank in (zero, one) for run in (rank["first"], rank["second"]))
 
 
+def test_rank_0_has_the_learned_cluster_as_a_value(told):
+    _, (zero, one) = told
+    cluster = zero["first"].cluster
+    assert [rank["device"] for rank in cluster["ranks"]] == ["card 0", "card 1"]
+    assert cluster["total_batch"] == profile_cases.TOTAL
+    fast, slow = (rank["backward_ms"]["per_sample"] for rank in cluster["ranks"])
+    assert slow / fast > 1.5, "4 ms per sample against 1 ms"
+    assert one["first"].cluster is None, "rank 0 learns"
+
+
 def test_the_file_has_each_device_by_its_name(told):
     folder, _ = told
     content = json.loads((folder / "cards" / "profiles.json").read_text())

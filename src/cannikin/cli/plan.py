@@ -1,4 +1,4 @@
-"""`cannikin plan`: the best split of a total batch over the ranks of a cluster file (paper, section 3.3).
+"""`cannikin plan`: the best split of a total batch over the ranks of a cluster file or a run (paper, section 3.3).
 
 With `--batch-range` it shows step time, throughput and goodput (paper, section 2.2) over a range of total batches:
 
@@ -28,6 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cannikin import words
+from cannikin.cli.outlooks import advise, is_run, parse_add, rank_numbers, read_run
 from cannikin.cli.printing import measured, say
 from cannikin.cluster_file import MAX_BATCH, load_cluster
 from cannikin.core.goodput import efficiency, total_grid
@@ -125,7 +126,7 @@ def _check_noise_scale(ctx: click.Context, param: click.Parameter, value: float 
 
 
 @click.command("plan", epilog="An impossible request or a malformed file exits with status 2 and one line on stderr.")
-@click.argument("path", metavar="CLUSTER.toml", type=click.Path(path_type=Path))
+@click.argument("path", metavar="CLUSTER.toml|RUN", type=click.Path(path_type=Path))
 @click.option("--batch", "total_batch", callback=_parse_batch, metavar="B", help="Total batch, in samples.")
 @click.option(
     "--batch-range", callback=_parse_range, metavar="LO:HI", help="Compare total batches from LO to HI instead."
@@ -137,7 +138,19 @@ def _check_noise_scale(ctx: click.Context, param: click.Parameter, value: float 
     callback=_check_noise_scale,
     help="Gradient noise scale, in samples: adds efficiency and goodput, with LO as the initial batch.",
 )
-@click.option("--without", multiple=True, metavar="NAME", help="One node of that name leaves; may be repeated.")
+@click.option(
+    "--without",
+    multiple=True,
+    metavar="NAME|RANK",
+    help="One node of that name leaves, or that rank of a run; may be repeated.",
+)
+@click.option(
+    "--add", multiple=True, callback=parse_add, metavar="DEVICE[=N]",
+    help="N ranks on that device join a run: one of its devices, or of --profiles; may be repeated.",
+)  # fmt: skip
+@click.option(
+    "--profiles", type=click.Path(path_type=Path), metavar="PATH", help="A profile store that knows other devices."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, for programs.")
 def command(
     path: Path,
@@ -145,9 +158,14 @@ def command(
     batch_range: tuple[int, int] | None,
     noise_scale: float | None,
     without: tuple[str, ...],
+    add: tuple[tuple[str, int], ...],
+    profiles: Path | None,
     as_json: bool,
 ) -> None:
-    """Find the fastest split of a total batch over the ranks of a cluster file.
+    """Find the fastest split of a total batch over the ranks of a cluster file, or what other ranks would do for a run.
+
+    Of a run directory, or its log, the cluster is what the run has learned. Without --batch and --batch-range it says
+    what the job would gain from one more of each device, and lose without each rank, or with --add and --without.
 
     \b
     What limits a rank at the optimum:
@@ -157,13 +175,22 @@ def command(
       min_batch      it is slower than the rest even with its smallest batch
       max_batch      it could take more, but for its largest batch
     """
-    if (total_batch is None) == (batch_range is None):
-        raise click.UsageError("give exactly one of --batch and --batch-range")
     if noise_scale is not None and batch_range is None:
         raise click.UsageError("--noise-scale has a meaning only with --batch-range")
-    cluster = load_cluster(path)
+    if is_run(path):
+        if total_batch is None and batch_range is None:
+            advise(path, without, add, profiles, as_json=as_json)
+            return
+    elif add or profiles is not None:
+        raise click.UsageError("--add and --profiles are for runs: in a cluster file, write another [[node]]")
+    if (total_batch is None) == (batch_range is None):
+        raise click.UsageError("give exactly one of --batch and --batch-range")
+    if is_run(path):
+        cluster = read_run(path, profiles).changed(rank_numbers(without), add).cluster()
+    else:
+        cluster = load_cluster(path)
     with naming(path):
-        cluster = _leave(cluster, without)
+        cluster = cluster if is_run(path) else _leave(cluster, without)
         answer: Planned | Compared
         if batch_range is not None:
             answer = _compare(cluster, *batch_range, noise_scale)

@@ -8,7 +8,8 @@ times, since all of them run one network, and `CurveFit.known` is false.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +55,32 @@ class CurveFit:
             per_sample_s=curve.per_sample_s * factor,
             floor_s=curve.floor_s * factor,
         )
+
+    def take(self, ranks: Sequence[int]) -> CurveFit:
+        """Return the fits of these ranks only."""
+        rows = np.asarray(ranks)
+        return replace(
+            self,
+            curve=self.curve.take(rows),
+            known=self.known[rows],
+            batches=self.batches[rows],
+            deviations=self.deviations[rows],
+        )
+
+
+def join_fits(fits: Sequence[CurveFit]) -> CurveFit:
+    """Return the fits of several groups of ranks, one behind the other; all with as many points."""
+    return CurveFit(
+        curve=Curve(
+            fixed_s=np.concatenate([fit.curve.fixed_s for fit in fits]),
+            per_sample_s=np.concatenate([fit.curve.per_sample_s for fit in fits]),
+            floor_s=np.concatenate([fit.curve.floor_s for fit in fits]),
+        ),
+        known=np.concatenate([fit.known for fit in fits]),
+        batches=np.concatenate([fit.batches for fit in fits]),
+        deviations=np.concatenate([fit.deviations for fit in fits]),
+        waves=fits[0].waves,
+    )
 
 
 def fit_curves(

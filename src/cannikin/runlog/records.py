@@ -49,12 +49,14 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What is trained; `bucket_bytes` has one entry per gradient bucket, in the order they are reduced.
 
-    A real run's buckets are not known before it has begun: `Timeline.bucket_bytes` has their sizes.
+    A real run's buckets are not known before it has begun: `Timeline.bucket_bytes` has their sizes. `profile_key` is
+    what profile stores know model and precision by; "" in logs of older versions.
     """
 
     name: str = ""
     num_parameters: int | None = None
     bucket_bytes: tuple[int, ...] = ()
+    profile_key: str = ""
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="header"):

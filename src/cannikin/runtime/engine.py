@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from cannikin.core.advice import LearnedCluster
 from cannikin.core.cutting import whole_number
 from cannikin.core.lr import Progress, rule_name
+from cannikin.core.policies.cannikin import Controller
 from cannikin.core.profiles import Profile
 from cannikin.core.values import Job, Plan
 from cannikin.errors import BatchMatchError, InvalidInputError, StateError
@@ -86,8 +88,8 @@ class Engine:
         self._reducer = DdpReducer(ddp, self.device, comm_wrapper=wrapper, variance_of=self._update.variance)
         self._exchange = Exchange(self._reducer.group)
         self._recorder = Recorder(options.get("observers", ()), options.get("run_dir"), active=self._exchange.rank == 0)
-        key = model_key(net, scaled=scaler is not None)
-        self._store = ProfileStore(profiles, key) if profiles is not None and self.rank == 0 else None
+        self._profile_key = model_key(net, scaled=scaler is not None)
+        self._store = ProfileStore(profiles, self._profile_key) if profiles is not None and self.rank == 0 else None
         self._grad_scaler = scaler
         self._follows = "follows" in options and options["follows"] is not None
         make_loop = partial(Follower, leader_of(options["follows"], options)) if self._follows else Loop
@@ -169,7 +171,8 @@ class Engine:
         if self._store is not None:
             self._store.ranks, self.loop.store = ranks, self._store
             self._store.check(planner, policy)
-        self._recorder.begin(job, policy, self._ddp.module, ranks, coordinator.schedule.decision)
+        first = coordinator.schedule.decision
+        self._recorder.begin(job, policy, self._ddp.module, ranks, first, profile_key=self._profile_key)
         return self.loop
 
     @property
@@ -325,6 +328,17 @@ class Engine:
             return progress.steps - beyond / progress.num_batches
         assert pass_steps, "by_progress asks for a loader of known length"
         return (self.loop.passed - beyond) / pass_steps
+
+    def cluster(self) -> LearnedCluster | None:
+        """Return the cluster as it has been learned by now, as a value: every rank's device and curves, and the job.
+
+        Rank 0 learns: the others get None. So does rank 0 before the first window, and under policies without a model.
+        A window that is just being learned from is waited for, some milliseconds.
+        """
+        planner = self.loop.coordinator.planner
+        if self.rank != 0 or not isinstance(planner, Controller):
+            return None
+        return planner.cluster([(rank.device, rank.host) for rank in self._ranks])
 
     def weighted_mean(self, value: torch.Tensor | float) -> torch.Tensor:
         """See `HeteroDataParallel.weighted_mean`."""

@@ -80,8 +80,13 @@ class ProfileStore:
 
     def load(self, devices: list[str]) -> list[Profile | None]:
         """Return the profile of each of these devices, None where there is none; a file that cannot be read warns."""
-        known = (self._read() or {}).get(self._model, {})
+        known = self.known()
         return [known.get(device) for device in devices]
+
+    def known(self) -> dict[str, Profile]:
+        """Return all profiles of the model by device; a file that cannot be read warns."""
+        profiles: dict[str, Profile] = (self._read() or {}).get(self._model, {})
+        return profiles
 
     def check(self, planner: object, policy: str) -> None:
         """Say where a planner learns nothing that could be kept."""

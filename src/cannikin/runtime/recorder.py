@@ -90,6 +90,8 @@ class Recorder:
         module: torch.nn.Module,
         ranks: Sequence[RankInfo],
         first: Decision | None = None,
+        *,
+        profile_key: str = "",
     ) -> None:
         """Say what runs, on what, and where `first`, the decision to begin with, is no even split, why."""
         if not self._observers:
@@ -105,7 +107,11 @@ class Recorder:
             world_size=job.num_ranks,
             job=job_info(job),
             ranks=tuple(ranks),
-            model=ModelInfo(name=type(module).__name__, num_parameters=sum(p.numel() for p in parameters)),
+            model=ModelInfo(
+                name=type(module).__name__,
+                num_parameters=sum(p.numel() for p in parameters),
+                profile_key=profile_key,
+            ),
             precision=str(parameters[0].dtype).removeprefix("torch."),
         )
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from cannikin.core.advice import LearnedCluster, learned_ranks
 from cannikin.core.devices import Origin, suppose_unknown
 from cannikin.core.goodput import TotalChoice, choose_total, total_grid
 from cannikin.core.learner import Learner, ModelFit
@@ -155,6 +156,23 @@ class Controller:
     def model(self) -> ModelFit:
         """Return the performance model as far as it is known, within the job's own bounds."""
         return self._learner.model(*self._job.bounds)
+
+    def cluster(self, devices: Sequence[tuple[str, str]]) -> LearnedCluster | None:
+        """Return cluster and job as they are known now; None while nothing is. `devices`: each rank's, and its host."""
+        job = self._job.limited(np.minimum(self._caps, self._own_caps), self._plan.total_batch)
+        model = self._learner.model(*job.bounds)
+        if model.cluster is None:
+            return None
+        return LearnedCluster(
+            ranks=learned_ranks(self._learner, model, devices),
+            tails_s=model.cluster.tails_s,
+            batch_size=self._job.batch_size,
+            max_batch_size=self._job.max_batch_size,
+            local_batches=self._plan.local_batches,
+            noise=self._noise.summary(),
+            slowdown=float(np.exp(self._excess)),
+            time_noise=self._learner.noise,
+        )
 
     def _replan(
         self, step: int, model: ModelFit, job: Job, changes: tuple[SpeedChange, ...], *, in_force: bool
