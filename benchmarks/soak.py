@@ -1,8 +1,9 @@
 """A long training, in which nothing may grow: `python -m benchmarks soak --steps 100000`.
 
-Three real CPU ranks take tiny steps, with a run log. A hundred times each looks at
+Three real CPU ranks take tiny steps, with a run log and a snapshot every ten seconds. A hundred times each looks at
 itself: memory, threads, descriptors, objects of Python, the size of the log, the time of a step. JSON lines go to --out
-as it runs, and a table beside what the second tenth of the run showed is printed at the end. Ctrl-C ends everything.
+as it runs; the table at the end has what was seen in the second tenth of the run and in the last. Ctrl-C ends
+everything.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch.utils.data import TensorDataset
 from benchmarks.chaos.rank import end_with_parent
 from cannikin.runtime.loader import HeteroDataLoader
 from cannikin.runtime.parallel import HeteroDataParallel
+from cannikin.runtime.snapshot import Snapshot
 
 NUM_RANKS = 3
 NUM_LOOKS = 100
@@ -57,13 +59,13 @@ def _look(run_dir: Path) -> Line:
     }
 
 
-def _rank(rank: int, num_steps: int, folder: Path, out: Path) -> None:
+def _rank(rank: int, num_steps: int, folder: Path, out: Path, port: int) -> None:
     """Train, look, and add a line to `out` for each look."""
     end_with_parent()
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(str(folder / "store"), NUM_RANKS),
+        store=dist.TCPStore("127.0.0.1", port, is_master=False),
         rank=rank,
         world_size=NUM_RANKS,
         timeout=timedelta(seconds=120),
@@ -74,6 +76,7 @@ def _rank(rank: int, num_steps: int, folder: Path, out: Path) -> None:
     model = HeteroDataParallel(net, optimizer, run_dir=folder / "run")
     data = TensorDataset(torch.randn(NUM_SAMPLES, 8), torch.randn(NUM_SAMPLES, 1))
     loader = HeteroDataLoader(data, model=model, batch_size=BATCH)
+    snapshot = Snapshot(folder / "snapshots", model, every_s=10.0)
     step, every, begun_s = 0, max(1, num_steps // NUM_LOOKS), time.perf_counter()
     while step < num_steps:
         for features, targets in loader:
@@ -89,6 +92,7 @@ def _rank(rank: int, num_steps: int, folder: Path, out: Path) -> None:
                 begun_s = time.perf_counter()
             if step == num_steps:
                 break
+    snapshot.close()
     dist.barrier()
     os._exit(0)  # torch's gloo threads now and then abort an orderly exit
 
@@ -146,7 +150,8 @@ def main(argv: list[str] | None = None) -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.soak"])
     with tempfile.TemporaryDirectory(prefix="cannikin-soak-") as folder:
-        arguments = (options.steps, Path(folder), options.out)
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as a launcher's agent has it
+        arguments = (options.steps, Path(folder), options.out, store.port)
         processes: list[Any] = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(NUM_RANKS)]
         try:
             for process in processes:

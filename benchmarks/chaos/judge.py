@@ -19,11 +19,14 @@ import torch
 from benchmarks.chaos.faults import FIXED_S, KINDS, SAMPLE_S, SPEEDS, Chain, Fault
 from benchmarks.chaos.launch import Ended
 from benchmarks.chaos.rank import network, sample
+from cannikin.runtime.ending import EXIT_STATUS
 from cannikin.runtime.passes import epoch_order
 
 GOOD = 0.1  # a split is good whose device time is within this of the best one's
 # How a message tells what to do; torch's "check the logs of the remote worker" does not say of which.
-_REMEDY = re.compile(r"restart|resum|start .* again|snapshot", re.I)
+_REMEDY = re.compile(r"restart|resum|start again|snapshot", re.I)
+
+_WAITS = re.compile(r"waits for (ranks? [\d, and]+)")  # what a rank says, long before it gives up
 
 Line = dict[str, Any]
 Step = tuple[int, list[int], bool]  # the epoch, the samples of all ranks, and whether the optimizer left it out
@@ -31,10 +34,11 @@ Step = tuple[int, list[int], bool]  # the epoch, the samples of all ranks, and w
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Told:
-    """What the ranks of one launch wrote down, by rank."""
+    """What the ranks of one launch wrote down, and what they printed, by rank."""
 
     diaries: list[list[Line]]
     ended: Ended
+    printed: list[str]
 
     @property
     def mark(self) -> tuple[int, int] | None:
@@ -58,12 +62,14 @@ class Told:
 
 def read(folder: Path, ended: Ended) -> Told:
     """Read what ranks wrote; a line that a kill cut off is left out."""
-    diaries = []
-    for rank in range(len(ended.statuses)):
-        path = folder / f"rank{rank}.jsonl"
-        lines = path.read_text().split("\n")[:-1] if path.exists() else []
-        diaries.append([json.loads(line) for line in lines])
-    return Told(diaries=diaries, ended=ended)
+    ranks = range(len(ended.statuses))
+    diaries, printed = ([_text(folder / f"rank{rank}.{kind}") for rank in ranks] for kind in ("jsonl", "err"))
+    parsed = [[json.loads(line) for line in text.split("\n")[:-1]] for text in diaries]
+    return Told(diaries=parsed, ended=ended, printed=printed)
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
 
 
 def _of(diary: list[Line], what: str) -> list[Line]:
@@ -203,19 +209,25 @@ def _after(told: Told, at_s: float) -> float | None:
 def _messages(told: Told, fault: Fault) -> list[Line]:
     """Return the last words of the ranks that the fault did not strike: whether they name its rank and a remedy.
 
-    Left out are those of `init_process_group`, which the script calls before there is anything of ours.
+    Left out are those of `init_process_group`, which the script calls before there is anything of ours, and of ranks
+    that left in order, after a snapshot.
     """
     found = []
     for rank, diary in enumerate(told.diaries):
         if rank in _struck_ranks(told, fault) or rank in told.ended.hung or not _of(diary, "grouped"):
             continue
+        if told.ended.statuses[rank] == EXIT_STATUS:
+            continue
+        printed = told.printed[rank]
         text = next((line["error"] for line in _of(diary, "end")), f"exit status {told.ended.statuses[rank]}")
+        text = re.sub(r"\S*/\S+", "PATH", text)  # which may have any words in it
         found.append(
             {
                 "rank": rank,
                 "text": text,
                 "names_rank": re.search(rf"\brank {fault.rank}\b", text) is not None,
                 "names_remedy": _REMEDY.search(text) is not None,
+                "warned": any(str(fault.rank) in re.findall(r"\d+", names) for names in _WAITS.findall(printed)),
             }
         )
     return found

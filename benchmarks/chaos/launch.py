@@ -20,10 +20,13 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from benchmarks.chaos import rank as ranks
 from benchmarks.chaos.faults import GRACE_S, KINDS, LIMIT_S, SPEEDS, Chain, Fault
 from cannikin.lab.mechanisms import MECHANISMS
 from cannikin.lab.mechanisms.hosts import network_commands
+from cannikin.runtime.snapshot_file import list_snapshots
 
 _DISK_BYTES = 2**20
 _START_S = 90.0  # for the first step of all ranks
@@ -54,6 +57,7 @@ class Ground:
         self.folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="cannikin-chaos-")))
         self.state = self.folder / "state"
         self.state.mkdir()
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._tag = f"cannikin-{os.getpid()}-{number}x"  # the lab sweeps such names once their process is gone
         if "disk" in has:
             _call(f"mount -t tmpfs -o size={_DISK_BYTES} tmpfs {self.state}")
@@ -66,9 +70,7 @@ class Ground:
 
     def clear(self) -> None:
         """Forget the chain before."""
-        _call(f"rm -rf {self.state}/run {self.folder}/launch*")
-        for path in self.state.iterdir():
-            path.unlink()
+        _call(f"rm -rf {self.state}/* {self.folder}/launch*")
 
     def namespace(self, device: int) -> str:
         """Return the file of a device's network."""
@@ -89,14 +91,18 @@ class Ground:
 
     def tear(self, chance: float) -> str:
         """Damage the newest snapshot, as a crash or a bad disk does; return what was done to it, "" without one."""
-        files = [path for path in self.state.iterdir() if path.is_file() and path.name != "filler"]
+        files = list_snapshots(self.state / "snapshots")
         if not files:
             return ""
-        newest = max(files, key=lambda path: path.stat().st_mtime_ns)
+        newest = self.state / "snapshots" / str(files[0])
         content = bytearray(newest.read_bytes())
         place = int(chance * len(content))
-        newest.write_bytes(content[:place])
-        return f"{newest.name} cut at byte {place} of {len(content)}"
+        if place % 2:
+            newest.write_bytes(content[:place])
+            return f"cut at byte {place} of {len(content)}"
+        content[place] ^= 1 << place % 8
+        newest.write_bytes(content)
+        return f"a bit of byte {place} of {len(content)} flipped"
 
 
 def _call(command: str) -> None:
@@ -204,6 +210,7 @@ def run_launch(chain: Chain, number: int, ground: Ground, stopping: threading.Ev
             rank=rank,
             folder=folder,
             state=ground.state,
+            port=0 if chain.has_hosts else ground.store.port,
             namespace=ground.namespace(device) if chain.has_hosts else "",
         )
         for rank, device in enumerate(launch.members)

@@ -28,13 +28,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
-from benchmarks.chaos.faults import FIXED_S, KINDS, LIMIT_S, SAMPLE_S, SPEEDS, Chain, Fault, Launch
-from benchmarks.chaos.keeping import Keeper
+from benchmarks.chaos.faults import FIXED_S, KINDS, LIMIT_S, PATIENCE_S, SAMPLE_S, SPEEDS, Chain, Fault, Launch
 from cannikin.core.policies.cannikin import Controller
 from cannikin.lab.cluster import LabDevice
 from cannikin.lab.throttle import Throttle
 from cannikin.runtime.loader import HeteroDataLoader
 from cannikin.runtime.parallel import HeteroDataParallel
+from cannikin.runtime.snapshot import Snapshot
 
 _NEW_NETWORK, _DIES_WITH_PARENT = 0x40000000, 1  # of setns and prctl
 _SCALE = 2.0**8
@@ -47,6 +47,7 @@ class Order:
     Args:
         folder: of the launch, for what ranks write.
         state: for snapshots and the run log, over all launches.
+        port: of the store by which ranks find each other; 0 for a file, where each rank has a network of its own.
         namespace: file of this rank's network; "" for the machine's own.
     """
 
@@ -55,6 +56,7 @@ class Order:
     rank: int
     folder: Path
     state: Path
+    port: int
     namespace: str
 
     @property
@@ -64,6 +66,20 @@ class Order:
     @property
     def is_last(self) -> bool:
         return self.number == len(self.chain.launches) - 1
+
+
+class Mark:
+    """Where a snapshot was taken: in which launch, after how many of its steps; kept in the snapshot itself."""
+
+    def __init__(self, launch: int) -> None:
+        self._launch, self.num_steps = launch, 0
+        self.loaded: list[int] | None = None
+
+    def state_dict(self) -> dict[str, int]:
+        return {"launch": self._launch, "num_steps": self.num_steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.loaded = [state["launch"], state["num_steps"]]
 
 
 class Diary:
@@ -198,6 +214,16 @@ def _set_hooks(net: nn.Module, strikes: Strikes) -> None:
     os.replace = replacing
 
 
+def _join(order: Order) -> None:
+    """Make the process group, by the launcher's store, as torchrun's agents have one."""
+    num_ranks, limit = len(order.launch.members), timedelta(seconds=LIMIT_S)
+    store: dist.Store = dist.FileStore(str(order.folder / "store"), num_ranks)
+    if order.port:
+        server = dist.TCPStore("127.0.0.1", order.port, is_master=False, timeout=limit)
+        store = dist.PrefixStore(f"{order.chain.number}-{order.number}", server)
+    dist.init_process_group("gloo", store=store, rank=order.rank, world_size=num_ranks, timeout=limit)
+
+
 def _train(order: Order, diary: Diary) -> None:
     chain, rank, members = order.chain, order.rank, order.launch.members
     device = LabDevice(speed=SPEEDS[members[rank]], sample_s=SAMPLE_S, fixed_s=FIXED_S, forward_share=1 / 3)
@@ -205,13 +231,7 @@ def _train(order: Order, diary: Diary) -> None:
     throttle.install()
     strikes = Strikes(order, diary, throttle)
     steps = Steps(order.folder / "steps", len(members))
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(str(order.folder / "store"), len(members)),
-        rank=rank,
-        world_size=len(members),
-        timeout=timedelta(seconds=LIMIT_S),
-    )
+    _join(order)
     diary.note("grouped")
     net, optimizer = network()
     scaler = torch.amp.GradScaler("cpu", init_scale=_SCALE, growth_interval=10**9)
@@ -228,14 +248,14 @@ def _train(order: Order, diary: Diary) -> None:
         num_workers=chain.num_workers,
         multiprocessing_context="fork" if chain.num_workers else None,
     )
-    keeper = Keeper(order.state, model, optimizer, loader, scaler, every=chain.save_every, launch=order.number)
-    diary.note("loaded", mark=keeper.load())
-    step = 0
+    mark = Mark(order.number)
+    snapshot = Snapshot(order.state / "snapshots", model, every_s=None, every_steps=chain.save_every, mark=mark)
+    diary.note("loaded", mark=mark.loaded)
     while True:
         for features, targets, indices in loader:
-            numbers = [] if loader.is_padding else indices.tolist()
-            plan = model.plan
+            step, plan = mark.num_steps, model.plan
             assert plan is not None
+            numbers = [] if loader.is_padding else indices.tolist()
             diary.note("step", step=step, epoch=loader.epoch, samples=numbers, plan=plan.local_batches)
             steps[rank] = step
             strikes.begin(step)
@@ -247,10 +267,10 @@ def _train(order: Order, diary: Diary) -> None:
             scaler.update()
             if scaler.get_scale() < scale:
                 diary.note("skipped", step=step)
-            step += 1
-            keeper.step(step)
-        if order.is_last and step:
+            mark.num_steps = step + 1
+        if order.is_last and mark.num_steps:
             break
+    snapshot.close()
     diary.note("weights", weights=torch.cat([weight.flatten() for weight in net.parameters()]).tolist())
 
 
@@ -268,6 +288,7 @@ def _settle_in(order: Order) -> None:
     for descriptor in (1, 2):
         os.dup2(errors, descriptor)
     os.environ["CANNIKIN_DEVICE"] = f"chaos-{order.launch.members[order.rank]}"
+    os.environ["CANNIKIN_PATIENCE_S"] = str(PATIENCE_S)
     os.environ.pop("CANNIKIN_POLICY", None)
     if order.namespace:
         os.environ["GLOO_SOCKET_IFNAME"] = "eth0"

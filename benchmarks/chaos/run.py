@@ -99,12 +99,8 @@ class Chaos:
             for launch, which in pending:
                 self._write("fault", number, launch=launch, **judge.judge_fault(chain, launches, launch, which))
             pending = [(index, which) for which in range(len(chain.launches[index].faults))]
-        lost = any(status for status in launches[-1].ended.statuses) or launches[-1].ended.hung
-        if lost:
-            texts = [
-                (ground.folder / f"launch{index}" / f"rank{r}.err").read_text() for r in range(len(ended.statuses))
-            ]
-            self._write("chain", number, failed=[text[-2000:] for text in texts], hung_at=ended.hung_at)
+        if any(status != 0 for status in ended.statuses):
+            self._write("chain", number, failed=self._said(ground, index, range(len(ended.statuses))))
         else:
             self._write("chain", number, **judge.judge_chain(chain, launches))
 
@@ -183,6 +179,8 @@ def _totals(lines: list[Line]) -> list[str]:
     whole = [line for line in chains if "failed" not in line]
     off = [line["weights_off"] for line in whole]
     missed = sum(line["what"] == "fault" and not line["struck"] for line in lines)
+    silent = [fault for fault in lines if fault.get("kind") in ("stop for ever", "network lost for ever")]
+    waits = [message for fault in silent for message in fault.get("messages", ())]
     sums = {name: sum(line[name] for line in whole) for name in ("samples", "lost", "repeated", "steps", "nan_steps")}
     return [
         "Columns: median to largest; a row's hangs are ranks alive more than "
@@ -192,6 +190,8 @@ def _totals(lines: list[Line]) -> list[str]:
         "did not strike.",
         f"{sums['samples']} samples in {sums['steps']} steps: {sums['lost']} lost, {sums['repeated']} repeated; "
         f"{sums['nan_steps']} steps with NaN left out.",
+        f"Of {len(waits)} ranks that waited for one that was silent, {sum(wait['warned'] for wait in waits)} had said "
+        "for which, before the limit.",
         f"Weights against one process, undisturbed or on the committed steps: at most {max(off, default=0.0):.1e} off.",
     ]
 

@@ -53,7 +53,7 @@ def told(steps, mark=None):
             for n, (epoch, samples) in enumerate(steps)
         ]
         diaries.append([{"what": "loaded", "at_s": 0.0, "mark": mark}, *lines])
-    return judge.Told(diaries=diaries, ended=Ended(start_s=0.0, end_s=[1.0, 1.0], statuses=[1, 1]))
+    return judge.Told(diaries=diaries, ended=Ended(start_s=0.0, end_s=[1.0, 1.0], statuses=[1, 1]), printed=[])
 
 
 EPOCH = [(0, [0, 1, 2, 3]), (0, [4, 5, 6, 7]), (0, [8, 9, 10, 11])]
