@@ -14,6 +14,7 @@ BENCHMARKS = {
     "controller": "controller",
     "gpu": "gpu",
     "lab_limit": "lab_limit",
+    "loops": "loops",
     "noise_digits": "noise_digits",
     "observability": "observability",
     "orders": "orders",

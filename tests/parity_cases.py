@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from cannikin.core.planner import Decision, Noise
@@ -115,6 +117,21 @@ class Branching(nn.Module):
         return torch.where(chosen[:, None], out + self.rare(x), out) if chosen.any() else out
 
 
+class Checkpointed(nn.Module):
+    """Its first layers are computed again in backward."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.use_reentrant = nn.Linear(WIDTH, 12), nn.Linear(12, 3), use_reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()  # or a reentrant checkpoint would have no gradient to hand on
+        return self.last(checkpoint(self._begin, x, use_reentrant=self.use_reentrant))
+
+    def _begin(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.first(x))
+
+
 class Complex(nn.Module):
     """Its output is complex."""
 
@@ -133,6 +150,12 @@ class Complex(nn.Module):
 def square_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     x, y = batch
     return ((model(x) - y) ** 2).mean()
+
+
+def twofold_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Two forwards go before the one backward."""
+    x, y = batch
+    return ((model(x) - y) ** 2).mean() + ((model(1.1 * x + 0.1) - y) ** 2).mean()
 
 
 def inplace_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -316,6 +339,28 @@ def accumulating_loop(run: Run) -> None:
         last = index % 3 == 2
         with nullcontext() if last else run.no_sync():
             (run.loss(run.model, batch) / 3).backward()
+        if last:
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+
+def toggling_loop(run: Run) -> None:
+    """Sets what no_sync() sets, as nanoGPT does."""
+    for index, batch in enumerate(run.batches):
+        last = run.model.require_backward_grad_sync = index % 3 == 2
+        (run.loss(run.model, batch) / 3).backward()
+        if last:
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+
+def forward_only_loop(run: Run) -> None:
+    """Leaves no_sync() before backward, as guided-diffusion does."""
+    for index, batch in enumerate(run.batches):
+        last = index % 3 == 2
+        with nullcontext() if last else run.no_sync():
+            loss = run.loss(run.model, batch) / 3
+        loss.backward()
         if last:
             run.optimizer.step()
             run.optimizer.zero_grad()
@@ -664,6 +709,12 @@ MORE_CASES: dict[str, Case] = {
         feed=Loaded(num_batches=60), loop=reducing_loop, keywords={"weighting": "loss"}
     ),
     "loader, accumulation, each batch reduced, padding": Case(feed=Loaded(num_batches=60), loop=reducing_loop),
+    "accumulation, synchronisation toggled by hand": Case(loop=toggling_loop, feed=THRICE),
+    "accumulation, no_sync around forwards only": Case(loop=forward_only_loop, feed=THRICE),
+    "two forwards before a backward": Case(loss=twofold_loss),
+    "two forwards before a backward, loss weighting": Case(loss=twofold_loss, keywords={"weighting": "loss"}),
+    "checkpoints": Case(net=partial(Checkpointed, use_reentrant=False)),
+    "reentrant checkpoints": Case(net=partial(Checkpointed, use_reentrant=True)),
     "two optimizers": Case(optimizer=both),
     "loader, two optimizers, accumulation": Case(
         optimizer=both, feed=Loaded(totals=(12, 16, 14), length=120, num_batches=60), loop=accumulating_loop
@@ -701,6 +752,7 @@ MORE_CASES: dict[str, Case] = {
     "a penalty on slopes, accumulation": Case(loss=slope_loss, loop=accumulating_loop, feed=THRICE),
     "a penalty on slopes, ragged accumulation": Case(loss=slope_loss, loop=ragged_loop),
     "loader, adamw": Case(feed=Loaded(), optimizer=adamw),
+    "loader, a worker": Case(feed=Loaded(keywords=(("num_workers", 1), ("multiprocessing_context", "fork")))),
     "loader, a sum": Case(feed=Loaded(length=60), loss=sum_loss, keywords={"weighting": "none"}),
     "loader, a sum, accumulation, padding": Case(
         feed=Loaded(num_batches=60), loss=sum_loss, loop=accumulating_loop, keywords={"weighting": "none"}
