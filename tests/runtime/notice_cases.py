@@ -72,12 +72,13 @@ def train(
     second: str = "",
     first: tuple[int, int] = (6, 6),
     policy: Any = None,
+    pinned: tuple[int, int] | None = None,
 ) -> tuple[list[str], str, bool]:
     """What was warned, what was raised, and whether a profile function is left behind."""
     torch.manual_seed(0)
     module = net()
     optimizer = sgd(module)
-    feed = Loaded(num_batches=30)
+    feed = Loaded(num_batches=30, keywords=() if pinned is None else (("local_batches", pinned),))
     model = HeteroDataParallel(module, optimizer, policy=policy or ScriptedPlanner([first, (9, 3), (4, 8)]))
     other = nn.Linear(6, 1)
     beside = DistributedDataParallel(other) if second in ("trains", "frozen") else None
@@ -110,11 +111,14 @@ CASES: dict[str, Callable[[int], Any]] = {
     "gather": lambda rank: train(rank, Gathering),
     "gather, unequal from the start": lambda rank: train(rank, Gathering, first=(9, 3)),
     "gather, even": lambda rank: train(rank, loss=centred, policy="even"),
+    "gather, even, pinned": lambda rank: train(rank, Gathering, policy="even", pinned=(9, 3)),
     "sum": lambda rank: train(rank, loss=centred),
+    "sum, even, pinned": lambda rank: train(rank, loss=centred, policy="even", pinned=(9, 3)),
     "ours": lambda rank: train(rank, loss=by_ours),
     "padded by hand": lambda rank: train(rank, loss=padded),
     "sum after backward": lambda rank: train(rank, reduces_after=True),
     "second, trains": lambda rank: train(rank, second="trains"),
+    "second, trains, even, pinned": lambda rank: train(rank, second="trains", policy="even", pinned=(9, 3)),
     "second, frozen": lambda rank: train(rank, second="frozen"),
     "second, follows": lambda rank: train(rank, second="follows"),
 }

@@ -25,14 +25,16 @@ def test_rows_of_the_batch_in_an_all_gather_are_warned_of_and_stop_every_rank_at
     assert not left
 
 
-def test_where_batches_are_unequal_from_the_start_ranks_stop_before_the_first_gather(told):
-    for warned, raised, left in values(told, "gather, unequal from the start"):
+@pytest.mark.parametrize("name", ["gather, unequal from the start", "gather, even, pinned"])
+def test_where_batches_are_unequal_from_the_start_ranks_stop_before_the_first_gather(told, name):
+    for warned, raised, left in values(told, name):
         assert (warned, left) == ([], False)
         assert "torch gathers equal shapes only" in raised
 
 
-def test_a_sum_over_ranks_in_the_loss_is_warned_of_with_its_line(told):
-    (warned, raised, _), (others, _, _) = values(told, "sum")
+@pytest.mark.parametrize("name", ["sum", "sum, even, pinned"])
+def test_a_sum_over_ranks_in_the_loss_is_warned_of_with_its_line(told, name):
+    (warned, raised, _), (others, _, _) = values(told, name)
     (text,) = warned
     assert "calls all_reduce in forward or loss" in text
     assert "model.global_mean(x)" in text
@@ -47,8 +49,9 @@ def test_nothing_is_said_of_what_is_right(told, name):
     assert values(told, name) == [([], "", False)] * 2
 
 
-def test_a_second_model_that_trains_under_plain_ddp_is_warned_of(told):
-    (warned, raised, _), (others, _, _) = values(told, "second, trains")
+@pytest.mark.parametrize("name", ["second, trains", "second, trains, even, pinned"])
+def test_a_second_model_that_trains_under_plain_ddp_is_warned_of(told, name):
+    (warned, raised, _), (others, _, _) = values(told, name)
     (text,) = warned
     assert "a Linear under plain DistributedDataParallel trains beside" in text
     assert "follows=the_first_model" in text

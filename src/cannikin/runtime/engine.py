@@ -106,7 +106,8 @@ class Engine:
             notices=Notices(
                 net,
                 self.rank,
-                may_differ=self.world_size > 1 and self.policy != "even",
+                num_ranks=self.world_size,
+                may_differ=self.policy != "even",
                 seeks_models=not self._follows,
             ),
             batch_dim=whole_number("batch_dim", options.get("batch_dim", 0), low=0),

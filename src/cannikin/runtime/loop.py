@@ -309,8 +309,7 @@ class Loop:
                 watch_forward(module, partial(self._run, module, step))
         if step.forward_start is None:
             step.forward_start = self._device.mark()
-        local, total = step.entry.local_batch, step.entry.total_batch
-        self._notices.begin_forward(local, is_unequal=local * self._exchange.world_size != total)
+        self._notices.begin_forward(step.entry.local_batch, step.entry.total_batch)
         scale = self._output_scale(module, step)
         if scale is None:
             return None

@@ -50,15 +50,18 @@ class Notices:
     Args:
         net: the network; a compiled one is not looked at, for the compiler would be slow under a profile function.
         rank: rank 0 warns; all raise.
-        may_differ: whether local batches may become unequal.
+        num_ranks: how many there are.
+        may_differ: whether local batches may become unequal, also where none has been pinned so.
         seeks_models: whether to look for a second model under plain DDP.
     """
 
-    def __init__(self, net: torch.nn.Module, rank: int, *, may_differ: bool, seeks_models: bool) -> None:
-        self._speaks = rank == 0
+    def __init__(
+        self, net: torch.nn.Module, rank: int, *, num_ranks: int, may_differ: bool, seeks_models: bool
+    ) -> None:
+        self._speaks, self._num_ranks, self._may_differ = rank == 0, num_ranks, may_differ
         self._net = weakref.ref(net)
-        self._num_looks = 0 if may_differ else _MOST_STEPS
-        self._ddp_looks = _DDP_LOOKS if may_differ and seeks_models and rank == 0 else ()
+        self._num_looks = 0 if num_ranks > 1 else _MOST_STEPS
+        self._ddp_looks = _DDP_LOOKS if num_ranks > 1 and seeks_models and rank == 0 else ()
         self._is_open = False
         self._local_batch, self._is_unequal = 0, False
         self._knows_sizes = False  # the script has told ranks whole numbers, as one does that pads to the largest batch
@@ -69,17 +72,16 @@ class Notices:
     def begin_step(self, num_taken: int) -> None:
         """Look no more at the step before, and now and then for a second model."""
         self._end()
-        if num_taken in self._ddp_looks and _warn_of_plain_ddp():
+        if self._may_differ and num_taken in self._ddp_looks and _warn_of_plain_ddp():
             self._ddp_looks = ()
 
-    def begin_forward(self, local_batch: int, *, is_unequal: bool) -> None:
-        """Look at what is called from now on, if there is reason to.
-
-        Args:
-            local_batch: samples of the forward that begins.
-            is_unequal: whether another rank has certainly another number of them.
-        """
+    def begin_forward(self, local_batch: int, total_batch: int) -> None:
+        """Look at what is called from now on in the forward of a batch, if there is reason to."""
         if self._num_looks >= _MOST_STEPS or self._is_open or sys.getprofile() is not None:
+            return
+        surplus = abs(local_batch * self._num_ranks - total_batch)
+        self._may_differ |= surplus >= self._num_ranks  # more than rounding: pinned so, under an even policy
+        if not self._may_differ:
             return
         if self._num_looks < _FIRST_STEPS or (self._gathers and local_batch not in self._looked_at):
             net = self._net()
@@ -88,7 +90,7 @@ class Notices:
                 return
             self._num_looks += 1
             self._looked_at.add(local_batch)
-            self._local_batch, self._is_unequal, self._is_open = local_batch, is_unequal, True
+            self._local_batch, self._is_unequal, self._is_open = local_batch, surplus > 0, True
             self._knows_sizes = False
             sys.setprofile(self._see)
 
