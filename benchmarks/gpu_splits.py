@@ -15,7 +15,7 @@ import torch.distributed as dist
 from benchmarks.gpu_overlap import cluster_of
 from benchmarks.gpu_steps import Alone, Run, Split, agreed, agreed_split, by_turns, set_speed, train
 from benchmarks.gpu_tasks import Task
-from cannikin.core.perf import Cluster, hardware_use
+from cannikin.core.perf import Cluster, hardware_use, step_time
 from cannikin.core.planner import Decision
 from cannikin.core.policies import LbBspPlanner
 from cannikin.core.split import optimal_split
@@ -38,10 +38,14 @@ def limit(
     moved: Sequence[float],
     search_s: float,
     device: str,
+    folder: str,
 ) -> dict[str, Any]:
-    """Train under ours, then under LB-BSP, and measure their splits beside plain DDP's and the best of a search."""
+    """Train under ours, then under LB-BSP, and measure their splits beside plain DDP's and the best of a search.
+
+    The run log of ours stays in the folder, to find out why where it is not good.
+    """
     task = Task(kind, largest=total, device=device)
-    run = train(task, total, steps)
+    run = train(task, total, steps, run_dir=f"{folder}/run-{kind}-{total}-{'-'.join(map(str, speeds))}")
     lb = _train_lb_bsp(task, total, lb_steps)
     named = {"even": _even(total), "lb-bsp": lb.splits[-1], "ours": run.splits[-1], "ours at 30": _at(run, AT)}
     known = cluster_of(kind, speeds, forward_shares, sample_ms / 1e3)
@@ -269,7 +273,9 @@ def _search(
     device, ours = task.device, named["ours"]
     total = sum(ours)
     step_s = float(agreed(float(np.median(run.seconds[-50:])), device))
-    optimum = agreed_split(_model_optimum(run, total, otherwise=ours), device)
+    planner: Any = run.model.engine.coordinator.planner
+    learned = planner.model().cluster if dist.get_rank() == 0 else None
+    optimum = agreed_split(ours if learned is None else optimal_split(learned, total).local_batches, device)
     centres, near = [ours], around(ours, moved)
     for split in (optimum, *guesses):
         if all(np.abs(np.subtract(split, centre)).max() > moved[0] * total for centre in centres):
@@ -301,6 +307,7 @@ def _search(
         "over_best": {name: float(medians[k] / medians[best_at]) for name, k in rows.items()},
         "control_over_ours": float(medians[-1] / medians[rows["ours"]]),
         "model_optimum": optimum,
+        "modelled_ms": {name: 1e3 * step_time(learned, final[k]) for name, k in rows.items() if learned is not None},
     }
 
 
@@ -325,13 +332,6 @@ class _Measured:
 def _rounds(seconds: float, step_s: float, num_splits: int, *, least: int) -> int:
     """Return how many rounds of this many steps fit into the time; some in any case."""
     return max(least, min(60, round(seconds / (step_s * num_splits))))
-
-
-def _model_optimum(run: Run, total: int, *, otherwise: Split) -> Split:
-    """Return the best split of the model that rank 0 has learned; `otherwise` elsewhere, or where it has none."""
-    planner: Any = run.model.engine.coordinator.planner
-    cluster = planner.model().cluster if dist.get_rank() == 0 else None
-    return otherwise if cluster is None else optimal_split(cluster, total).local_batches
 
 
 def around(split: Split, shares: Sequence[float]) -> list[Split]:

@@ -37,6 +37,9 @@ class Memory(Protocol):
     def peak(self) -> int:
         """Return the most that they ever used."""
 
+    def peak_taken(self) -> int:
+        """Return the most that was ever taken for them, with the gaps between them."""
+
     def limit(self) -> int:
         """Return what this process may take in all."""
 
@@ -270,6 +273,9 @@ class _CudaMemory:
 
     def peak(self) -> int:
         return torch.cuda.max_memory_allocated(self._device)
+
+    def peak_taken(self) -> int:
+        return torch.cuda.max_memory_reserved(self._device)
 
     def limit(self) -> int:
         """Return what is free now and what torch has taken already, within a fraction that the user set."""

@@ -57,6 +57,7 @@ class MemoryGauge:
         self._num_steps = 0
         self._points: list[tuple[int, int]] = []
         self._before: tuple[int, int] | None = None  # allocated and peak before the step in hand
+        self._waste = 1.0  # what is taken for tensors over what they use, in the first step: later much lies idle
         self._by_first = self._by_peaks = self._by_failures = NO_MAX
 
     @property
@@ -91,8 +92,9 @@ class MemoryGauge:
         if self._num_steps > _FIRST_STEPS:
             self._points = [*(self._points or [(0, allocated)]), (local_batch, peak)]
             batches, peaks = (list(column) for column in zip(*self._points, strict=True))
-            self._by_peaks = largest_batch(batches, peaks, self._memory.limit())
+            self._by_peaks = largest_batch(batches, peaks, round(self._memory.limit() / self._waste))
         elif self._num_steps == 1:
+            self._waste = max(1.0, self._memory.peak_taken() / peak)
             fits = self._fits((peak - allocated) / local_batch, allocated + self._later_bytes)
             self._by_first = max(local_batch, fits)
 
@@ -140,7 +142,8 @@ class MemoryGauge:
     def _fits(self, sample_bytes: float, base_bytes: float) -> int:
         """Return the samples that there is room for, with some to spare, if each needs so much."""
         assert self._memory is not None, "nothing is known of a memory that cannot be read"
-        return int((_HEADROOM * self._memory.limit() - base_bytes) / sample_bytes) if sample_bytes > 0 else NO_MAX
+        room = _HEADROOM * self._memory.limit() / self._waste - base_bytes
+        return int(round(room / sample_bytes, 6)) if sample_bytes > 0 else NO_MAX
 
     def advice(self, rank: int, local_batch: int) -> str:
         """Return what to tell someone whose rank has run out of memory with this local batch."""
