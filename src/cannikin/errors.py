@@ -33,5 +33,9 @@ class BatchMatchError(CannikinError, RuntimeError):
     """A forward pass cannot be matched to a batch that the loader handed out."""
 
 
+class RankLostError(CannikinError, RuntimeError):
+    """A collective failed because of another rank; the message names it, where it was last, and what to do."""
+
+
 class MechanismError(CannikinError, RuntimeError):
     """This machine cannot make the cluster that the lab was asked for; the message says what is missing."""

@@ -15,6 +15,7 @@ KNOWN_VARIABLES = {
     "CANNIKIN_POLICY": "the policy of scripts that name none",
     "CANNIKIN_BACKEND": "the backend of the process group",
     "CANNIKIN_DEVICE": "what this rank's device is called in profiles and logs",
+    "CANNIKIN_PATIENCE_S": "after how long a rank says whom it waits for",
     "CANNIKIN_LAB_DIR": "set by cannikin lab",
     "CANNIKIN_LAB_HOST": "set by cannikin lab",
 }

@@ -113,10 +113,21 @@ class Engine:
             batch_dim=whole_number("batch_dim", options.get("batch_dim", 0), low=0),
         )
         self.loop.register(ddp)
+        self._look_out()
         weakref.finalize(self, end_run, self._recorder, self.loop.queue, self.loop.memory, self.rank)
         pause_at_exit()
         if options.get("loader") is not None:
             give_loader(options["loader"], self)
+
+    def _look_out(self) -> None:
+        """Look out for missing ranks, and give threads and sockets back once nothing trains any more."""
+        lookout = self._exchange.lookout
+        if not self._follows:  # the model that it follows looks out for both
+            lookout.begin(self.loop)
+            self._reducer.name_missing = lookout.name_missing
+            weakref.finalize(self.loop, lookout.close)
+        # Not at the end of the program: there the system does so, and ranks may still wait for each other.
+        weakref.finalize(self.loop, self._exchange.destroy).atexit = False
 
     # What a loader needs before it is bound; then it has the loop.
 

@@ -80,6 +80,7 @@ class DdpReducer:
         self.step: StepInProgress | None = None
         self.unmatched = False
         self.bucket_bytes: list[int] = []
+        self.name_missing: Callable[[RuntimeError], None] = lambda error: None  # raises a better error where it can
         self._world_size = dist.get_world_size(self.group)
         self._mark, self._end_of = device.mark, device.end_marker(self.group)
         self._hold = device.hold
@@ -143,16 +144,24 @@ class DdpReducer:
             weight = 1.0
         elif take_norms and not step.uneven_items:
             step.noted["local_sqnorm", index] = _dot(buffer, buffer, variance)
-        work = self._all_reduce(buffer, weight)
+        try:
+            work = self._all_reduce(buffer, weight)
+        except RuntimeError as error:
+            self.name_missing(error)
+            raise
         mark_end = None if self._end_of is None else self._end_of(work)
         if mark_end is None:
             step.done[index] = work
         reads_sum = index % self._world_size == self._rank  # all ranks have the same sum: they share the reading
 
         def finish(future: Any) -> torch.Tensor:
-            if mark_end is not None:
-                step.done[index] = mark_end()
-            result: torch.Tensor = future.value()[0]
+            try:
+                if mark_end is not None:
+                    step.done[index] = mark_end()
+                result: torch.Tensor = future.value()[0]
+            except RuntimeError as error:
+                self.name_missing(error)
+                raise
             if not reads_sum:
                 return result
             if take_norms:

@@ -28,10 +28,11 @@ class PendingSum:
     work: Any
     totals: torch.Tensor
     num_ranks: int
+    finish: Callable[[Any], None]  # waits for the work
 
     def values(self) -> list[float]:
         """Return the sums, for which this waits; raise where a rank had no numbers to give (`Exchange.give_up`)."""
-        self.work.wait()
+        self.finish(self.work)
         sums: list[float] = self.totals.tolist()
         if math.isnan(sums[-1]):
             raise DisagreementError("another rank could not read its samples of this step: its own error says why")

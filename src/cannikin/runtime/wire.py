@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import math
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -31,13 +32,16 @@ from cannikin.core.planner import Decision, Noise
 from cannikin.core.values import NO_MAX, FloatArray, Plan, StepWindow
 from cannikin.errors import DisagreementError
 from cannikin.runtime.device import DEVICES, Device, HostCopy
+from cannikin.runtime.lookout import Lookout
 from cannikin.runtime.step import BatchEntry, PendingSum, StepInProgress
 
 _log = logging.getLogger("cannikin")
+_c10d: Any = dist.distributed_c10d
 
 # A rank that cannot go on waits this long for the others to hear why; then it leaves, which they notice as well.
 _REFUSAL = timedelta(seconds=60)
 
+_LIMIT = timedelta(minutes=30)  # torch's default
 # Of a rank: batches cut ahead of the one in training, and the largest batch that its memory holds.
 _RANK = ("num_ahead", "max_batch")
 # Of each of its steps, before the moments of the buckets; g' is the gradient of the step before.
@@ -270,15 +274,17 @@ def decode_decision(values: torch.Tensor) -> Decision:
 class Exchange:
     """Gather floats from all ranks and broadcast whole numbers from rank 0, without waiting in between.
 
-    The group is gloo's, whatever the gradients travel on: these tensors live on the host.
+    The group is gloo's, whatever the gradients travel on: these tensors live on the host. It is not one of torch's
+    registered ones, which have the same name, and old addresses in the store, when one is made after another is gone.
     """
 
     def __init__(self, group: Any) -> None:
-        ranks = dist.get_process_group_ranks(group)
-        self.rank = dist.get_rank(group)
-        self.world_size = len(ranks)
-        self._group = dist.new_group(ranks, timeout=_timeout(group), backend="gloo", use_local_synchronization=True)
-        self._source = ranks[0]
+        limit, store = _timeout(group), _store(group)
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        number = store.add(f"cannikin-models-{self.rank}", 1)  # the same on every rank: all make the same models
+        store = _c10d.PrefixStore(f"cannikin-{number}", store)
+        self._group = _c10d.ProcessGroupGloo(store, self.rank, self.world_size, limit)
+        self.lookout = Lookout(store, self.rank, self.world_size, limit)
         self._gathering: tuple[Any, torch.Tensor] | None = None
         self._broadcasting: tuple[Any, torch.Tensor] | None = None
         self._summing: list[Any] = []
@@ -286,34 +292,34 @@ class Exchange:
     def start_gather(self, values: torch.Tensor) -> None:
         """Begin to collect a vector of float64, as long on every rank."""
         out = torch.empty(self.world_size * len(values), dtype=torch.float64)
-        work = dist.all_gather(list(out.chunk(self.world_size)), values, group=self._group, async_op=True)
+        work = self._group.allgather([list(out.chunk(self.world_size))], [values])
         self._gathering = (work, out)
 
     def finish_gather(self) -> torch.Tensor:
         """Return what all ranks sent, [n, length]."""
         assert self._gathering is not None
         (work, out), self._gathering = self._gathering, None
-        work.wait()
+        self._finish(work)
         return out.view(self.world_size, -1)
 
     def start_broadcast(self, values: torch.Tensor) -> None:
         """Begin to send rank 0's vector of int64 to all; as long on every rank."""
-        work = dist.broadcast(values, src=self._source, group=self._group, async_op=True)
+        work = self._group.broadcast(values, 0)
         self._broadcasting = (work, values)
 
     def finish_broadcast(self) -> torch.Tensor:
         """Return rank 0's vector."""
         assert self._broadcasting is not None
         (work, values), self._broadcasting = self._broadcasting, None
-        work.wait()
+        self._finish(work)
         return values
 
     def start_sum(self, *values: float) -> PendingSum:
         """Begin to sum numbers over ranks."""
         total = torch.tensor(values, dtype=torch.float64)
-        work = dist.all_reduce(total, group=self._group, async_op=True)
+        work = self._group.allreduce(total)
         self._summing = [*(other for other in self._summing if not other.is_completed()), work]
-        return PendingSum(work, total, self.world_size)
+        return PendingSum(work, total, self.world_size, self._finish)
 
     def give_up(self) -> None:
         """Take part in the sum that others have begun with what is no number, so that all of them stop."""
@@ -321,13 +327,33 @@ class Exchange:
             self.start_sum(math.nan, math.nan).work.wait(_REFUSAL)
 
     def wait(self) -> None:
-        """Let whatever is under way arrive; it stays to be finished."""
+        """Let whatever is under way arrive; it stays to be finished. Nothing arrives once a rank has been lost."""
+        if self.lookout.has_lost:
+            return
         for pending in (self._gathering, self._broadcasting):
             if pending is not None:
-                pending[0].wait()
+                self._finish(pending[0])
         for work in self._summing:
-            work.wait()
+            self._finish(work)
         self._summing.clear()
+
+    def _finish(self, work: Any, limit: timedelta | None = None) -> None:
+        """Wait for a collective, within `limit`, or else the group's own; an error names the rank that is missing."""
+        self.lookout.is_meeting = True
+        try:
+            work.wait() if limit is None else work.wait(limit)
+        except RuntimeError as error:
+            self.lookout.name_missing(error)
+            raise
+        finally:
+            self.lookout.is_meeting = False
+
+    def destroy(self) -> None:
+        """Give the group's threads and sockets back; a thread does, where ranks still wait for something in it."""
+        pending = [work for work, _ in filter(None, (self._gathering, self._broadcasting))] + self._summing
+        held, self._group = [self._group], None  # a group that nobody refers to waits for what is under way
+        if not all(work.is_completed() for work in pending):
+            threading.Thread(target=held.clear, daemon=True).start()
 
     def broadcast_now(self, values: torch.Tensor) -> torch.Tensor:
         """Return rank 0's vector, on every rank."""
@@ -392,8 +418,8 @@ class Exchange:
     def _gather_now(self, values: torch.Tensor, limit: timedelta | None = None) -> torch.Tensor:
         """Return a vector of every rank, all of one length, [n, length]; within `limit`, or else the group's own."""
         rows = [torch.empty_like(values) for _ in range(self.world_size)]
-        work = dist.all_gather(rows, values, group=self._group, async_op=True)
-        work.wait() if limit is None else work.wait(limit)
+        work = self._group.allgather([rows], [values])
+        self._finish(work, limit)
         return torch.stack(rows)
 
 
@@ -412,13 +438,21 @@ def _pause() -> None:
     time.sleep(0.05)
 
 
-def _timeout(group: Any) -> timedelta | None:
-    """Return the time limit of the model's own group: a new group would have torch's default, half an hour."""
+def _store(group: Any) -> Any:
+    """Return what the ranks of a group can leave words in for each other."""
+    try:
+        return _c10d._get_process_group_store(group)
+    except KeyError:  # a group that is not torch's own
+        return _c10d.PrefixStore(str(dist.get_process_group_ranks(group)), _c10d._get_default_store())
+
+
+def _timeout(group: Any) -> timedelta:
+    """Return the time limit of the model's own group."""
     for kind in reversed(DEVICES):
         with suppress(RuntimeError, AttributeError):
             timeout: timedelta = group._get_backend(torch.device(kind)).options._timeout
             return timeout
-    return None
+    return _LIMIT
 
 
 def _digest(value: Any) -> int:

@@ -1,0 +1,129 @@
+"""Trainings in which a rank stops, dies, sleeps or evaluates for long: what every other rank says of it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from cannikin.runtime.loader import HeteroDataLoader
+from cannikin.runtime.parallel import HeteroDataParallel
+
+PATIENCE_S, LIMIT_S = 2.0, 6.0
+AT_STEP = 12
+
+
+class Words(logging.Handler):
+    """Keeps what the library says, from warnings on."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+class Slow(torch.utils.data.Dataset):
+    """Sleeps before one sample of one rank."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.sleeps = False
+
+    def __len__(self) -> int:
+        return 300
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.sleeps:
+            self.sleeps = False
+            time.sleep(self.seconds)
+        return torch.ones(4)
+
+
+def train(rank: int, world_size: int, port: int, fault: Callable[[int, Any], None], steps: int = 24) -> dict[str, Any]:
+    """Train with a fault before one step's backward; what was said, the error, and how long after the fault it came."""
+    os.environ["CANNIKIN_PATIENCE_S"] = str(PATIENCE_S)
+    words = Words()
+    logging.getLogger("cannikin").addHandler(words)
+    dist.destroy_process_group()
+    limit = timedelta(seconds=LIMIT_S)
+    store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+    pids: list[Any] = [None] * world_size
+    dist.all_gather_object(pids, os.getpid())
+    net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    model = HeteroDataParallel(net, optimizer)
+    data = Slow(2 * PATIENCE_S)
+    loader = HeteroDataLoader(data, model=model, batch_size=6)
+    fault_s, error = time.monotonic(), None
+    try:
+        for step, x in enumerate(loader):
+            loss = model(x).square().mean()
+            if step == AT_STEP:
+                fault_s = time.monotonic()
+                fault(rank, data)
+            loss.backward()
+            optimizer.step()
+            if step == steps:
+                break
+    except RuntimeError as caught:
+        error = str(caught)
+    took_s = time.monotonic() - fault_s
+    time.sleep(0.5)  # the others come to their end too
+    for pid in pids if error is not None else ():
+        if pid != os.getpid() and is_stopped(pid):
+            os.kill(pid, signal.SIGKILL)
+    if error is not None:
+        dist.destroy_process_group()  # nobody will come to a last barrier
+    return {"said": words.said, "error": error, "took_s": took_s}
+
+
+def is_stopped(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] == "T"
+    except FileNotFoundError:
+        return False
+
+
+def stop(who: int, rank: int, data: Slow) -> None:
+    if rank == who:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def die(who: int, rank: int, data: Slow) -> None:
+    if rank == who:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def evaluate_and_sleep_in_data(who: int, rank: int, data: Slow) -> None:
+    """All ranks are long at something else, and none waits; then one sleeps over its next sample."""
+    time.sleep(2 * PATIENCE_S)
+    data.sleeps = rank == who
+
+
+def descriptors_and_threads(rank: int, world_size: int, num_models: int) -> list[tuple[int, int]]:
+    """How many this process has after each model of a sweep, trained for three steps and left to the collector."""
+    counts = []
+    for _ in range(num_models):
+        net = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        model = HeteroDataParallel(net, optimizer)
+        for x in HeteroDataLoader(torch.ones(18, 4), model=model, batch_size=6):
+            model(x).square().mean().backward()
+            optimizer.step()
+        del model, net, optimizer
+        gc.collect()
+        counts.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+    return counts

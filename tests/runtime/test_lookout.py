@@ -1,0 +1,132 @@
+"""A rank that does not come is named: by every other rank within seconds, and in the error at the end."""
+
+from __future__ import annotations
+
+import re
+import socket
+from functools import partial
+
+import lookout_cases
+import pytest
+from lookout_cases import AT_STEP, LIMIT_S
+from ranks import run_ranks, run_ranks_with_errors
+
+from cannikin.core.absence import BEFORE, Phase, Place, Sighting, awaited, lost, missing, waiting
+from cannikin.errors import InvalidInputError
+from cannikin.runtime.lookout import patience_s
+
+ranks = pytest.mark.xdist_group("ranks")
+HERE = Place(31, Phase.BACKWARD, 2)
+BEHIND = Place(30, Phase.AFTER)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+# Whom a rank waits for
+
+
+def test_nobody_is_missed_where_all_are_at_the_same_place():
+    assert missing(HERE, {1: Sighting(place=HERE), 2: Sighting(place=HERE)}, 10.0) == {}
+    assert awaited(0, HERE, 40.0, "", {1: Sighting(place=HERE)}) is None
+
+
+def test_a_rank_that_is_not_as_far_is_named_with_the_line_it_is_at():
+    others = {1: Sighting(place=BEHIND, line="data.py:12 (__getitem__)"), 2: Sighting(place=HERE)}
+    assert missing(HERE, others, 10.0) == {1: "it is alive and after step 30, in data.py:12 (__getitem__)"}
+
+
+def test_a_rank_that_is_not_heard_of_is_named_wherever_it_was():
+    for place in (BEHIND, HERE, Place(32, Phase.FORWARD)):
+        (told,) = missing(HERE, {2: Sighting(place=place, silent_s=11.0)}, 10.0).values()
+        assert "has not been heard of for 11 s" in told
+        assert missing(HERE, {2: Sighting(place=place, silent_s=9.0)}, 10.0).keys() == ({2} if place < HERE else set())
+
+
+def test_a_rank_whose_program_has_ended_in_order_is_missed_only_where_it_was_not_as_far():
+    assert missing(HERE, {1: Sighting(place=HERE, end="ended", silent_s=99.0)}, 10.0) == {}
+    assert missing(HERE, {1: Sighting(place=BEHIND, end="ended")}, 10.0) == {1: "its program has ended after step 30"}
+    assert 1 in missing(HERE, {1: Sighting(place=HERE, end="failed")}, 10.0)
+
+
+def test_a_rank_that_ends_by_another_ones_fault_names_that_one_instead():
+    others = {1: Sighting(place=BEHIND, end="failed", silent_s=99.0, lost=(2,)), 2: Sighting(place=HERE, silent_s=1.0)}
+    assert missing(HERE, others, 10.0) == {2: "rank 1 has lost it as well"}
+
+
+def test_the_awaited_rank_says_where_it_is_and_who_has_gone_on():
+    told = awaited(1, BEHIND, 40.0, "data.py:12 (read)", {0: Sighting(place=HERE), 2: Sighting(place=BEHIND)})
+    assert told is not None
+    assert "rank 1 has been after step 30 for 40 s, in data.py:12 (read)" in told
+    assert "rank 0 is in the backward pass of step 31" in told
+    assert "rank 2" not in told
+
+
+def test_places_are_ordered_as_training_goes():
+    places = [BEFORE, Place(-1, Phase.MEETING), *(Place(0, phase) for phase in Phase), Place(1, Phase.FORWARD)]
+    assert places == sorted(places)
+    assert Place(1, Phase.BACKWARD, 1) < Place(1, Phase.BACKWARD, 2) < Place(1, Phase.OPTIMIZER)
+
+
+def test_sentences_name_all_ranks_and_the_limit():
+    absent = {1: "it is alive and after step 30", 4: "it is alive and after step 29"}
+    assert "waits for ranks 1 and 4" in waiting(0, HERE, 30.0, absent, 1800.0)
+    assert "limit of 1800 s" in waiting(0, HERE, 30.0, absent, 1800.0)
+    assert "has lost ranks 1 and 4" in lost(0, HERE, absent)
+    many = waiting(0, HERE, 30.0, dict.fromkeys(range(1, 64), "it is alive"), 1800.0)
+    assert "and 60 more" in many
+    assert len(many) < 400
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf"])
+def test_a_patience_that_is_no_number_of_seconds_is_refused(monkeypatch, text):
+    monkeypatch.setenv("CANNIKIN_PATIENCE_S", text)
+    with pytest.raises(InvalidInputError, match="CANNIKIN_PATIENCE_S"):
+        patience_s()
+
+
+@ranks
+def test_models_that_are_gone_leave_no_descriptors_and_no_threads():
+    for counts in run_ranks(lookout_cases.descriptors_and_threads, 2, 5):
+        assert counts[-1] == counts[1], "the first one makes what stays"
+
+
+# Real ranks
+
+
+def survivors(who: int, fault) -> list[dict]:
+    answers = run_ranks_with_errors(lookout_cases.train, 3, free_port(), partial(fault, who), timeout_s=50)
+    others = [answers[rank] for rank in range(3) if rank != who]
+    assert [kind for kind, _ in others] == ["ok", "ok"], others
+    return [told for _, told in others]
+
+
+@ranks
+def test_every_rank_says_who_has_stopped_and_the_error_at_the_limit_names_it():
+    who = 0  # which holds the store
+    for told in survivors(who, lookout_cases.stop):
+        assert told["said"], "nothing was said"
+        assert re.search(rf"in the backward pass of step {AT_STEP} .*for rank {who} \(.*has stopped", told["said"][0])
+        assert f"limit of {LIMIT_S:.0f} s" in told["said"][0]
+        assert f"has lost rank {who} " in told["error"]
+        assert "start again from the last checkpoint" in told["error"]
+
+
+@ranks
+def test_the_error_names_a_rank_that_was_killed_well_before_the_limit():
+    for told in survivors(1, lookout_cases.die):
+        assert "has lost rank 1 " in told["error"]
+        assert told["took_s"] < LIMIT_S
+
+
+@ranks
+def test_a_rank_that_sleeps_in_its_dataset_is_named_with_its_line_and_an_evaluation_by_all_is_not():
+    fault = partial(lookout_cases.evaluate_and_sleep_in_data, 1)
+    told = run_ranks(lookout_cases.train, 2, free_port(), fault, timeout_s=50)
+    assert [(one["error"], len(one["said"])) for one in told] == [(None, 1)] * 2
+    (waits,), (sleeps,) = (one["said"] for one in told)
+    assert re.search(rf"waits for rank 1 \(rank 1: it is alive and after step {AT_STEP}, in lookout_cases.py", waits)
+    assert re.search(r"rank 1 has been after step .* in lookout_cases.py:\d+ \(__getitem__\), and others wait", sleeps)
