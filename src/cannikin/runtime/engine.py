@@ -99,7 +99,7 @@ class Engine:
             exchange=self._exchange,
             reducer=self._reducer,
             update=self._update,
-            statistics=RunningStatistics(ddp, self._reducer.group),
+            statistics=RunningStatistics(ddp, self._reducer.group, self._reducer.sum_weighted),
             recorder=self._recorder,
             weighting=self.weighting,
             grad_scaler=scaler,

@@ -145,7 +145,7 @@ class DdpReducer:
         elif take_norms and not step.uneven_items:
             step.noted["local_sqnorm", index] = _dot(buffer, buffer, variance)
         try:
-            work = self._all_reduce(buffer, weight)
+            work = self.sum_weighted(buffer, weight)
         except RuntimeError as error:
             self.name_missing(error)
             raise
@@ -180,7 +180,7 @@ class DdpReducer:
         result: Future = work.get_future().then(finish)
         return result
 
-    def _all_reduce(self, buffer: torch.Tensor, weight: float) -> Any:
+    def sum_weighted(self, buffer: torch.Tensor, weight: float) -> dist.Work:
         """Begin to sum a buffer times this rank's weight: `dist.all_reduce` without what Python does around it.
 
         NCCL multiplies on its way, which saves a pass over every bucket; it would round the weight itself to a half.
@@ -188,16 +188,19 @@ class DdpReducer:
         if self._by_nccl and buffer.dtype in _PREMULTIPLIED:  # on every rank, whatever its weight
             options = dist.AllreduceOptions()
             options.reduceOp = dist._make_nccl_premul_sum(weight)  # type: ignore[attr-defined]
-            return self.group.allreduce([buffer], options)
+            work: dist.Work = self.group.allreduce([buffer], options)
+            return work
         if weight != 1.0:
             buffer.mul_(weight)
         if buffer.is_complex():
-            return dist.all_reduce(buffer, group=self.group, async_op=True)
-        return self.group.allreduce([buffer], self._options)
+            work = dist.all_reduce(buffer, group=self.group, async_op=True)
+        else:
+            work = self.group.allreduce([buffer], self._options)
+        return work
 
     def _mean(self, buffer: torch.Tensor) -> Future:
         """Take the mean over ranks, as plain DDP does."""
-        work = self._all_reduce(buffer, 1 / self._world_size)
+        work = self.sum_weighted(buffer, 1 / self._world_size)
         mark_end = None if self._end_of is None else self._end_of(work)
 
         def finish(future: Any) -> torch.Tensor:

@@ -16,6 +16,7 @@ evaluate, save or stop at any step do it with one model. All other buffers stay 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -207,13 +208,15 @@ class RunningStatistics:
     averages at the same forwards, with shares that sum to 1.
     """
 
-    def __init__(self, ddp: Any, group: Any) -> None:
+    def __init__(self, ddp: Any, group: Any, sum_weighted: Callable[[torch.Tensor, float], dist.Work]) -> None:
         layers = _layers(ddp.module)
         self._layers = [*layers.values()]
-        self._group = group
+        self._sum_weighted = sum_weighted  # begins to sum a tensor times a weight over the ranks of the group
         self._is_alone = dist.get_world_size(group) == 1
         self._changed: list[torch.Tensor] = []  # by forwards since the last average
-        self._coming: tuple[Any, torch.Tensor, list[torch.Tensor]] | None = None
+        self._coming: tuple[dist.Work, list[torch.Tensor]] | None = None
+        self._flat = torch.empty(0)
+        self._parts: list[torch.Tensor] = []  # of the flat tensor, shaped like what has changed
         if layers:
             ddp.parameters_to_ignore.update(
                 f"{layer}.{name}".lstrip(".") for layer in layers for name, _ in layers[layer].named_buffers()
@@ -236,15 +239,28 @@ class RunningStatistics:
         changed, self._changed = self._changed, []
         if not changed:
             return
-        flat = torch.cat([buffer.reshape(-1) for buffer in changed])
-        flat = flat.mul_(share) if share > 0 else torch.zeros_like(flat)  # 0 x NaN is NaN
-        self._coming = dist.all_reduce(flat, group=self._group, async_op=True), flat, changed
+        self._make_room(changed)
+        if share > 0:
+            torch._foreach_copy_(self._parts, changed)
+        else:
+            self._flat.zero_()  # 0 x NaN is NaN
+        self._coming = self._sum_weighted(self._flat, share if share > 0 else 1.0), changed
+
+    def _make_room(self, changed: list[torch.Tensor]) -> None:
+        """Have a part for each tensor; they are the same in nearly every step, so it is kept."""
+        fits = len(self._parts) == len(changed) and all(
+            part.shape == tensor.shape for part, tensor in zip(self._parts, changed, strict=True)
+        )
+        kind = changed[0].dtype, changed[0].device
+        if not fits or (self._flat.dtype, self._flat.device) != kind:
+            self._flat = torch.cat([tensor.reshape(-1) for tensor in changed])
+            pieces = torch.split(self._flat, [tensor.numel() for tensor in changed])
+            self._parts = [piece.view_as(tensor) for piece, tensor in zip(pieces, changed, strict=True)]
 
     def finish_average(self) -> None:
         """Take the mean that has been started, if any: it came beside the gradients, so this seldom waits."""
         if self._coming is None:
             return
-        (work, flat, buffers), self._coming = self._coming, None
+        (work, changed), self._coming = self._coming, None
         work.wait()
-        parts = torch.split(flat, [buffer.numel() for buffer in buffers])
-        torch._foreach_copy_(buffers, [part.view_as(buffer) for part, buffer in zip(parts, buffers, strict=True)])
+        torch._foreach_copy_(changed, self._parts)
