@@ -189,8 +189,8 @@ def _totals(lines: list[Line]) -> list[str]:
     sums = {name: sum(line[name] for line in whole) for name in ("samples", "lost", "repeated", "steps", "nan_steps")}
     return [
         "Columns: median to largest; a row's hangs are ranks alive more than "
-        f"{LIMIT_S + GRACE_S:.0f} s after the fault, with groups limited to {LIMIT_S:.0f} s ({LIMIT_S:.0f} s more per "
-        "rank while the group is being made, which is torch's).",
+        f"{LIMIT_S + GRACE_S:.0f} s after the fault, with groups limited to {LIMIT_S:.0f} s. While groups are being "
+        "made, where torch waits for one rank after another, that limit counts once per rank and twice more.",
         f"{len(chains)} chains, {len(chains) - len(whole)} of which did not come to their end; {missed} faults drawn "
         "did not strike.",
         f"{sums['samples']} samples in {sums['steps']} steps: {sums['lost']} lost, {sums['repeated']} repeated; "
