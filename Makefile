@@ -5,7 +5,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test lint format bench docs figures screenshots examples clean
+.PHONY: demo test test-torchft lint format bench docs figures screenshots examples clean
 .DEFAULT_GOAL := demo
 
 demo: $(READY)
@@ -13,6 +13,11 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/pytest -n 2 --dist loadfile
+
+# torchft comes as a nightly build, which may go again: its tests are skipped unless it is there.
+test-torchft: $(READY)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[torchft]'
+	$(BIN)/pytest tests/integrations tests/test_docs.py -k torchft
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -196,6 +196,21 @@ def _layers(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
     return {n: m for n, m in module.named_modules() if isinstance(m, kinds) and not isinstance(m, synced)}
 
 
+def running_statistics(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Return the running means and variances that a training forward changes on each rank by itself."""
+    return _running([*_layers(module).values()])
+
+
+def _running(layers: list[torch.nn.Module]) -> list[torch.Tensor]:
+    return [
+        buffer.data  # written to while autograd keeps the buffer for backward, which does not use its values
+        for layer in layers
+        if layer.training
+        for buffer in (layer.running_mean, layer.running_var)
+        if isinstance(buffer, torch.Tensor)
+    ]
+
+
 def joins(ddp: Any) -> bool:
     """Return whether a rank may end before others, by DDP's `join()`, which stands in for DDP's collectives only."""
     return bool(ddp._join_config.enable)
@@ -226,13 +241,7 @@ class RunningStatistics:
     def note_forward(self) -> None:
         """Take note of what a training forward has changed. Layers that are frozen by eval() stay as they are."""
         if not self._is_alone:
-            self._changed = [
-                buffer.data  # written to while autograd keeps the buffer for backward, which does not use its values
-                for layer in self._layers
-                if layer.training
-                for buffer in (layer.running_mean, layer.running_var)
-                if isinstance(buffer, torch.Tensor)
-            ]
+            self._changed = _running(self._layers)
 
     def start_average(self, share: float) -> None:
         """Begin to make what has changed its mean over ranks, each weighted by its share of the samples."""
