@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import profile_cases
 import pytest
@@ -49,6 +50,54 @@ def test_of_two_ranks_on_one_kind_of_device_the_first_is_kept(tmp_path):
     assert store.load(["card"]) == [FAST]
     store.save(["card", "card"], [None, SLOW])
     assert store.load(["card"]) == [SLOW]
+
+
+def test_of_many_writers_at_once_none_loses_what_it_saved(tmp_path):
+    path = tmp_path / "profiles.json"
+
+    def write(writer: int) -> None:
+        for number in range(12):
+            ProfileStore(path, f"net {number % 2}").save([f"card {writer}-{number}"], [FAST])
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, range(4)))
+    names = [f"card {writer}-{number}" for writer in range(4) for number in range(12)]
+    found = [ProfileStore(path, f"net {model}").load(names[model::2]) for model in range(2)]
+    assert found == [[FAST] * 24] * 2
+    assert os.listdir(tmp_path) == ["profiles.json"]
+
+
+def test_a_link_to_a_common_store_stays_a_link(tmp_path):
+    (tmp_path / "common").mkdir()
+    common, link = tmp_path / "common" / "profiles.json", tmp_path / "profiles.json"
+    ProfileStore(common, "net").save(["card"], [FAST])
+    link.symlink_to(common)
+    ProfileStore(link, "net").save(["other card"], [SLOW])
+    assert link.is_symlink()
+    assert ProfileStore(common, "net").load(["card", "other card"]) == [FAST, SLOW]
+
+
+def test_nothing_is_left_of_writers_that_were_killed_or_failed(tmp_path, monkeypatch):
+    path = tmp_path / "profiles.json"
+    (tmp_path / "profiles.json.123.part").write_text("{")
+    ProfileStore(path, "net").save(["card"], [FAST])
+    assert os.listdir(tmp_path) == ["profiles.json"]
+
+    def full(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.warns(RuntimeWarning, match="No space left"):
+        ProfileStore(path, "net").save(["card"], [SLOW])
+    assert os.listdir(tmp_path) == ["profiles.json"]
+    assert ProfileStore(path, "net").load(["card"]) == [FAST]
+
+
+def test_a_file_of_a_hundred_thousand_brackets_is_left_out(tmp_path):
+    path = tmp_path / "profiles.json"
+    path.write_text('{"format": "cannikin-profiles", "version": 1, "models": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    with pytest.warns(RuntimeWarning, match="learned afresh"):
+        assert ProfileStore(path, "net").load(["card"]) == [None]
 
 
 def test_the_file_is_replaced_whole(tmp_path):

@@ -26,6 +26,18 @@ from cannikin.errors import StateError
 Profile = dict[str, Any]
 
 _COLUMNS = ("batches", "forward_s", "backward_s", "steps")
+# What can have been measured: beyond it models overflow, or plan what no rank can do.
+_TIME_S = (1e-9, 1e6)
+_LIMITS = {
+    "batches": (1.0, 1e12),
+    "forward_s": _TIME_S,
+    "backward_s": _TIME_S,
+    "steps": (1e-9, 1e12),
+    "noise": (0.0, 100.0),
+    "num_ranks": (1.0, 1e6),
+    "gammas": (0.0, 1.0),
+    "tails_s": (0.0, 1e6),
+}
 
 
 def save_profiles(learner: Learner, max_batch: IntArray) -> list[Profile | None]:
@@ -84,7 +96,7 @@ def _table(profile: Any, rank: int) -> FloatArray:
     """Return the lists of a profile, checked, [4, K]."""
     first = _numbers(profile, "batches", rank)
     table = np.stack([_numbers(profile, name, rank, shape=first.shape) for name in _COLUMNS])
-    if table.ndim != 2 or not table.size or (table <= 0).any() or (table[0] < 1).any():
+    if table.ndim != 2 or not table.size:
         raise StateError(f"the profile of rank {rank} has impossible entries, {table.tolist()!r:.200}: delete it")
     return table
 
@@ -102,11 +114,12 @@ def _shared(profile: Any, rank: int) -> tuple[int, FloatArray, FloatArray] | Non
 
 
 def _numbers(saved: Any, name: str, rank: int, shape: tuple[int, ...] | None = None) -> FloatArray:
-    """Return an entry of a profile as numbers, or refuse those that are negative or not finite."""
+    """Return an entry of a profile as numbers, or refuse those that cannot have been measured."""
     try:
         numbers: npt.NDArray[np.float64] = np.array(saved[name], dtype=np.float64)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise StateError(f"the profile of rank {rank} has no numbers under {name!r}: delete it") from error
-    if not (np.isfinite(numbers) & (numbers >= 0)).all() or (shape is not None and numbers.shape != shape):
+    low, high = _LIMITS[name]
+    if not ((low <= numbers) & (numbers <= high)).all() or (shape is not None and numbers.shape != shape):
         raise StateError(f"the profile of rank {rank} has {name}={saved[name]!r:.200}, which cannot be: delete it")
     return numbers

@@ -5,13 +5,17 @@ A profile is a start, not a truth: whatever is measured soon outweighs it.
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import hashlib
 import json
 import os
 import socket
+import tempfile
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +31,7 @@ from cannikin.runtime.wire import Exchange
 
 _FORMAT = "cannikin-profiles"
 _VERSION = 1
+_LOCK_S = 5.0  # that a writer waits for others, who take milliseconds
 
 
 def introduce(exchange: Exchange, device: Device) -> list[RankInfo]:
@@ -104,21 +109,18 @@ class ProfileStore:
     def save(self, devices: list[str], profiles: list[Profile | None]) -> None:
         """Put these profiles in place of older ones; of several ranks on one kind of device the first is kept."""
         found = {d: p for d, p in reversed(list(zip(devices, profiles, strict=True))) if p is not None}
-        models = self._read()
-        if not found or models is None:  # what is not ours is not overwritten
+        if not found:
             return
-        models[self._model] = {**models.get(self._model, {}), **found}
-        text = json.dumps({"format": _FORMAT, "version": _VERSION, "models": models})
+        path = self._path.resolve()  # a link to a common store stays one
         try:
-            self._replace(text)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with _locked(path.parent):  # others may save meanwhile: what they wrote is kept
+                models = self._read()
+                if models is not None:  # what is not ours is not overwritten
+                    models[self._model] = {**models.get(self._model, {}), **found}
+                    _replace(path, json.dumps({"format": _FORMAT, "version": _VERSION, "models": models}))
         except OSError as error:
             warnings.warn(f"profiles={str(self._path)!r} cannot be written ({error})", RuntimeWarning, stacklevel=2)
-
-    def _replace(self, text: str) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self._path.with_name(f"{self._path.name}.{os.getpid()}.part")
-        unfinished.write_text(text)
-        os.replace(unfinished, self._path)
 
     def _read(self) -> dict[str, Any] | None:
         """Return profiles by model and device; None where there is a file that has none."""
@@ -132,10 +134,46 @@ class ProfileStore:
             if not all(isinstance(part, dict) for part in (models, *models.values())):
                 raise ValueError("profiles are not sorted by model and device")
             return models
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             warnings.warn(
                 f"profiles={str(self._path)!r} cannot be read and is left out ({error}): every rank is learned afresh",
                 RuntimeWarning,
                 stacklevel=2,
             )
             return None
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other writers out of a folder, or go on without where it cannot be locked: profiles can be learned again."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        deadline_s = time.monotonic() + _LOCK_S
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline_s:
+                    raise OSError(f"another program has locked {folder} for {_LOCK_S:.0f} s") from None
+                time.sleep(0.01)
+            except OSError:  # some network file systems have no locks
+                break
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Put a text in a file's place, whole or not at all, and clear away what writers that were killed have left."""
+    for left in path.parent.glob(f"{glob.escape(path.name)}.*.part"):
+        left.unlink(missing_ok=True)
+    descriptor, unfinished = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".part", dir=path.parent)
+    try:
+        with open(descriptor, "w") as file:
+            file.write(text)
+        os.chmod(unfinished, path.stat().st_mode & 0o777 if path.exists() else 0o644)
+        os.replace(unfinished, path)
+    except BaseException:
+        Path(unfinished).unlink(missing_ok=True)
+        raise
