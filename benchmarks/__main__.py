@@ -22,11 +22,12 @@ BENCHMARKS = {
     "paper": "paper.evaluate",
     "runlog_size": "runlog_size",
     "settling": "settling",
+    "snapshot": "snapshot",
     "soak": "soak",
     "solver": "solver",
 }
 # Those whose `main()` takes a list of options.
-WITH_OPTIONS = ("chaos", "gpu", "lab_limit", "paper", "settling", "soak")
+WITH_OPTIONS = ("chaos", "gpu", "lab_limit", "paper", "settling", "snapshot", "soak")
 
 
 def main(arguments: list[str]) -> int:

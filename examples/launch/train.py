@@ -17,6 +17,8 @@ import cannikin
 parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=float, default=5)
 parser.add_argument("--run-dir", help="folder for the run log")
+parser.add_argument("--snapshots", help="folder to save the run in, and to go on from after a restart")
+parser.add_argument("--every-s", type=float, default=60.0, help="seconds between two snapshots")
 options = parser.parse_args()
 
 device = torch.device("cpu")
@@ -33,6 +35,10 @@ optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
 model = cannikin.HeteroDataParallel(net, optimizer, run_dir=options.run_dir)
 loader = cannikin.HeteroDataLoader(data, model=model, batch_size=64, max_batch_size=512)
 print(f"rank {model.engine.rank} of {model.engine.world_size} on {socket.gethostname()}, {device}", flush=True)
+if options.snapshots:
+    snapshot = cannikin.Snapshot(options.snapshots, model, every_s=options.every_s)
+    if snapshot.resumed_from is not None:
+        print(f"rank {model.engine.rank} goes on from step {snapshot.resumed_from}", flush=True)
 
 for epoch in model.epochs(options.epochs):
     for x, y in loader:

@@ -47,7 +47,9 @@ class Recording:
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
         self.model = cannikin.HeteroDataParallel(self.net, self.optimizer, policy=policy)
-        self.loader = cannikin.HeteroDataLoader(Noisy(), model=self.model, batch_size=8, num_workers=workers)
+        # The rank was started by a server of multiprocessing's already: another would have to import torch first.
+        own = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
+        self.loader = cannikin.HeteroDataLoader(Noisy(), model=self.model, batch_size=8, **own)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             options = {"every_s": None, "every_steps": 1, **options}

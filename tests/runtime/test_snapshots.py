@@ -64,7 +64,7 @@ def test_a_damaged_or_foreign_snapshot_is_named_and_the_one_before_is_used(tmp_p
     assert "training begins afresh" in result["warned"][-1]
 
 
-@pytest.mark.parametrize(("whom", "options"), [(0, {}), (1, {})])
+@pytest.mark.parametrize(("whom", "options"), [(0, {}), (1, {"workers": 1})])
 def test_all_ranks_save_and_leave_when_one_is_told_to_end(tmp_path, whom, options):
     results = run_ranks(told_to_end, 2, str(tmp_path), whom, {"every_steps": None, **options})
     assert [status for status, _, _ in results] == [143, 143]
