@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-LIMIT_S = 8.0  # that groups are given: no rank may wait longer for a silent one, per rank while a group is being made
+LIMIT_S = 8.0  # that groups are given: no rank may wait longer for a silent one
 PATIENCE_S = 2.0  # after which a rank that waits must say for whom; its default is longer
 GRACE_S = 7.0  # beyond it, on a busy machine, before it counts as a hang
 

@@ -225,6 +225,7 @@ def _messages(told: Told, fault: Fault) -> list[Line]:
             {
                 "rank": rank,
                 "text": text,
+                "where": next((line.get("where", []) for line in _of(diary, "end")), []),
                 "names_rank": re.search(rf"\brank {fault.rank}\b", text) is not None,
                 "names_remedy": _REMEDY.search(text) is not None,
                 "warned": any(str(fault.rank) in re.findall(r"\d+", names) for names in _WAITS.findall(printed)),

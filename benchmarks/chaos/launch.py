@@ -29,6 +29,7 @@ from cannikin.lab.mechanisms.hosts import network_commands
 from cannikin.runtime.snapshot_file import list_snapshots
 
 _DISK_BYTES = 2**20
+_APART = ("10.77.0.100", 29400)  # of the launcher's store, in a network with the ranks' hosts
 _START_S = 90.0  # for the first step of all ranks
 _LAUNCH_S = 240.0  # for a launch whose fault never comes
 _POLL_S = 0.01
@@ -57,7 +58,7 @@ class Ground:
         self.folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="cannikin-chaos-")))
         self.state = self.folder / "state"
         self.state.mkdir()
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._own_store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._tag = f"cannikin-{os.getpid()}-{number}x"  # the lab sweeps such names once their process is gone
         if "disk" in has:
             _call(f"mount -t tmpfs -o size={_DISK_BYTES} tmpfs {self.state}")
@@ -67,12 +68,21 @@ class Ground:
                 if command[1:3] == ["netns", "add"]:
                     undo.callback(_call, f"ip netns del {command[3]}")
                 _call(" ".join(command))
+            _call(f"ip -n {self._tag}switch addr add {_APART[0]}/24 dev bridge")
+            keeper = _context.Process(target=ranks.keep_store, args=(self.namespace("switch"), _APART))
+            keeper.start()
+            undo.callback(keeper.join)
+            undo.callback(keeper.kill)
+
+    def store(self, *, apart: bool) -> tuple[str, int]:
+        """Return where ranks find each other: on this host, or on one that is apart from all of theirs."""
+        return _APART if apart else ("127.0.0.1", self._own_store.port)
 
     def clear(self) -> None:
         """Forget the chain before."""
         _call(f"rm -rf {self.state}/* {self.folder}/launch*")
 
-    def namespace(self, device: int) -> str:
+    def namespace(self, device: int | str) -> str:
         """Return the file of a device's network."""
         return f"/run/netns/{self._tag}{device}"
 
@@ -210,7 +220,7 @@ def run_launch(chain: Chain, number: int, ground: Ground, stopping: threading.Ev
             rank=rank,
             folder=folder,
             state=ground.state,
-            port=0 if chain.has_hosts else ground.store.port,
+            store=ground.store(apart=chain.has_hosts),
             namespace=ground.namespace(device) if chain.has_hosts else "",
         )
         for rank, device in enumerate(launch.members)
@@ -258,7 +268,7 @@ def _watch(
             moved, moved_s = now, now_s
         deadly_s = ended.fault_s.get(len(faults) - 1, first_end_s) if faults else first_end_s
         starting = min(moved) < 1
-        limit_s = (len(moved) if starting else 1) * LIMIT_S + GRACE_S  # torch tries one rank after another
+        limit_s = (len(moved) + 2 if starting else 1) * LIMIT_S + GRACE_S  # torch connects to one rank after another
         patience_s = _START_S if starting else limit_s
         if deadly_s is not None and now_s > deadly_s + limit_s:
             ended.hung_at = "end"

@@ -47,7 +47,7 @@ class Order:
     Args:
         folder: of the launch, for what ranks write.
         state: for snapshots and the run log, over all launches.
-        port: of the store by which ranks find each other; 0 for a file, where each rank has a network of its own.
+        store: host and port of the store by which ranks find each other.
         namespace: file of this rank's network; "" for the machine's own.
     """
 
@@ -56,7 +56,7 @@ class Order:
     rank: int
     folder: Path
     state: Path
-    port: int
+    store: tuple[str, int]
     namespace: str
 
     @property
@@ -216,11 +216,10 @@ def _set_hooks(net: nn.Module, strikes: Strikes) -> None:
 
 def _join(order: Order) -> None:
     """Make the process group, by the launcher's store, as torchrun's agents have one."""
-    num_ranks, limit = len(order.launch.members), timedelta(seconds=LIMIT_S)
-    store: dist.Store = dist.FileStore(str(order.folder / "store"), num_ranks)
-    if order.port:
-        server = dist.TCPStore("127.0.0.1", order.port, is_master=False, timeout=limit)
-        store = dist.PrefixStore(f"{order.chain.number}-{order.number}", server)
+    limit = timedelta(seconds=LIMIT_S)
+    server = dist.TCPStore(*order.store, is_master=False, timeout=limit)
+    store = dist.PrefixStore(f"{order.chain.number}-{order.number}", server)
+    num_ranks = len(order.launch.members)
     dist.init_process_group("gloo", store=store, rank=order.rank, world_size=num_ranks, timeout=limit)
 
 
@@ -281,6 +280,21 @@ def end_with_parent() -> ctypes.CDLL:
     return libc
 
 
+def _enter(libc: ctypes.CDLL, namespace: str) -> None:
+    """Give this process a network of its own, before it has any thread."""
+    with open(namespace) as file:
+        if libc.setns(file.fileno(), _NEW_NETWORK):
+            raise OSError(ctypes.get_errno(), f"this process may not enter {namespace}")
+
+
+def keep_store(namespace: str, store: tuple[str, int]) -> None:
+    """Keep a store in a network of its own until killed, as a launcher on a host apart does."""
+    _enter(end_with_parent(), namespace)
+    server = dist.TCPStore(*store, is_master=True, wait_for_workers=False)
+    while server is not None:
+        time.sleep(3600)
+
+
 def _settle_in(order: Order) -> None:
     """Become a process of its own: it ends with the benchmark, has its own network and standard error."""
     libc = end_with_parent()
@@ -292,10 +306,7 @@ def _settle_in(order: Order) -> None:
     os.environ.pop("CANNIKIN_POLICY", None)
     if order.namespace:
         os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
-        network_of = os.open(order.namespace, os.O_RDONLY)
-        if libc.setns(network_of, _NEW_NETWORK):
-            raise OSError(ctypes.get_errno(), "setns")
-        os.close(network_of)
+        _enter(libc, order.namespace)
     torch.set_num_threads(1)
     warnings.simplefilter("always")
     faulthandler.register(signal.SIGUSR1)  # the launcher asks where a rank hangs
@@ -311,7 +322,9 @@ def run(order: Order) -> None:
         dist.barrier()
     except BaseException as error:
         status = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
-        diary.note("end", error="".join(traceback.format_exception_only(error)).strip())
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/cannikin/" in frame.filename]
+        where = [f"{Path(frame.filename).name}: {frame.name}" for frame in frames[-2:]]
+        diary.note("end", error="".join(traceback.format_exception_only(error)).strip(), where=where)
         traceback.print_exc()
     sys.stderr.flush()
     os._exit(status)  # torch's gloo threads now and then abort an orderly exit

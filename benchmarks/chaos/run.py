@@ -12,6 +12,7 @@ import argparse
 import json
 import queue
 import re
+import signal
 import statistics
 import sys
 import tempfile
@@ -52,23 +53,27 @@ class Chaos:
         self._num_faults, self._start_s = num_faults, time.monotonic()
         self._lock = threading.Lock()
         self._stopping = threading.Event()
+        self.interrupted = False
         self._failed: list[BaseException] = []
 
     def run(self, num_jobs: int) -> None:
-        """Run all chains, as many at once as there are jobs."""
+        """Run all chains, as many at once as there are jobs; SIGINT and SIGTERM end them, and all that they started."""
         threads = [threading.Thread(target=self._work, args=(number,)) for number in range(num_jobs)]
+        previous = {number: signal.signal(number, self._hear) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             for thread in threads:
                 thread.start()
             for thread in threads:
-                while thread.is_alive():
-                    thread.join(0.2)
-        finally:
-            self._stopping.set()
-            for thread in threads:
                 thread.join()
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
         if self._failed:
             raise self._failed[0]
+
+    def _hear(self, *_: Any) -> None:
+        self.interrupted = True
+        self._stopping.set()
 
     def _work(self, number: int) -> None:
         try:
@@ -184,8 +189,8 @@ def _totals(lines: list[Line]) -> list[str]:
     sums = {name: sum(line[name] for line in whole) for name in ("samples", "lost", "repeated", "steps", "nan_steps")}
     return [
         "Columns: median to largest; a row's hangs are ranks alive more than "
-        f"{LIMIT_S + GRACE_S:.0f} s after the fault, with groups limited to {LIMIT_S:.0f} s ({LIMIT_S:.0f} s more per "
-        "rank while the group is being made, which is torch's).",
+        f"{LIMIT_S + GRACE_S:.0f} s after the fault, with groups limited to {LIMIT_S:.0f} s. While groups are being "
+        "made, where torch waits for one rank after another, that limit counts once per rank and twice more.",
         f"{len(chains)} chains, {len(chains) - len(whole)} of which did not come to their end; {missed} faults drawn "
         "did not strike.",
         f"{sums['samples']} samples in {sums['steps']} steps: {sums['lost']} lost, {sums['repeated']} repeated; "
@@ -227,9 +232,8 @@ def main(argv: list[str] | None = None) -> None:
         if name not in has:
             print(f"chaos: not as root, or no namespaces here: no fault in which the {words}", file=sys.stderr)
     chaos = Chaos(num_faults=options.faults, seed=options.seed, out=options.out, has=has, only=options.only)
-    try:
-        chaos.run(options.jobs)
-    except KeyboardInterrupt:
+    chaos.run(options.jobs)
+    if chaos.interrupted:
         print("\ninterrupted: what was found so far follows; the same command goes on from here", file=sys.stderr)
     print(f"\n{table(chaos.lines)}\n\n{messages(chaos.lines)}")
 

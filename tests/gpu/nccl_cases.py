@@ -86,8 +86,8 @@ def learned(
     throttle.install()
     net = layers()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
-    sums = Sums()
-    model = HeteroDataParallel(net, optimizer, bucket_cap_mb=16, comm_wrapper=sums.around)
+    model = HeteroDataParallel(net, optimizer, bucket_cap_mb=16)
+    sums = Sums(model.engine._reducer)
     total = 32 * world_size
     loader = HeteroDataLoader(Numbers(total * steps), model=model, batch_size=total, collate_fn=len)
     inputs = torch.randn(total, WIDTH, device="cuda")
@@ -134,31 +134,28 @@ def learned(
 
 
 class Sums:
-    """The test's own events around every all-reduce in training: a wrapper of the communication hook."""
+    """The test's own events around every all-reduce in training, on a stream that has nothing else to do."""
 
-    def __init__(self) -> None:
+    def __init__(self, reducer: Any) -> None:
         self._steps: list[list[list[torch.cuda.Event]]] = []
         self._side = torch.cuda.Stream()
+        self._sum, reducer.sum_weighted = reducer.sum_weighted, self._watched_sum
 
     def begin_step(self) -> None:
         self._steps.append([])
 
-    def around(self, hook: Any) -> Any:
-        def watched(state, bucket):  # type: ignore[no-untyped-def]  # DDP checks annotations
-            events, future = [_event()], hook(state, bucket)
-            self._steps[-1].append(events)
-            if dist.get_backend() == "gloo":  # its sums end on the host, while the side stream has nothing to do
-                future.add_done_callback(lambda _: events.append(self._event_beside()))
-            else:
-                with torch.cuda.stream(self._side):
-                    future.wait()  # the stream waits, the host does not
-                events.append(self._event_beside())
-            return future
+    def _watched_sum(self, buffer: torch.Tensor, weight: float) -> dist.Work:
+        events, work = [_event()], self._sum(buffer, weight)
+        self._steps[-1].append(events)
+        if dist.get_backend() == "gloo":  # on the host by then, and being copied to the device
+            work.get_future().add_done_callback(lambda _: events.append(self._end(work)))
+        else:
+            events.append(self._end(work))
+        return work
 
-        return watched
-
-    def _event_beside(self) -> torch.cuda.Event:
+    def _end(self, work: dist.Work) -> torch.cuda.Event:
         with torch.cuda.stream(self._side):
+            work.synchronize()  # the stream waits, the host does not
             return _event()
 
     def seconds(self) -> list[float]:

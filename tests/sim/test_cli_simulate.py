@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -94,6 +95,69 @@ def test_a_log_is_fitted_and_run_again(tmp_path):
     table = run("simulate", "--from-run", folder)
     assert table.exit_code == 0
     assert "measured" in table.stdout
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory):
+    """The lines of a simulated run's log, as JSON."""
+    folder = tmp_path_factory.mktemp("runs")
+    run("simulate", "a", "--workload", "bert", "--run-dir", folder, *QUICK)
+    text = (folder / "cannikin-seed0" / RUNLOG_NAME).read_text()
+    return [json.loads(line) for line in text.splitlines()][:60]
+
+
+DAMAGES = {
+    "a row of a timeline is too short": lambda window: window["timeline"]["ready_ms"][0].pop(),
+    "a row of a timeline is not there": lambda window: window["timeline"]["done_ms"].pop(),
+    "a timeline has no buckets": lambda window: window["timeline"].update(ready_ms=[[]] * 3, done_ms=[[]] * 3),
+    "a timeline has no ranks": lambda window: window["timeline"].update(
+        local_batches=[], before_ms=[], ready_ms=[], done_ms=[]
+    ),
+    "a timeline is of another rank too": lambda window: window["timeline"]["before_ms"].append(1.0),
+    "times are of fewer ranks": lambda window: window["backward_ms"].pop(),
+    "a batch is too large for any number": lambda window: window["timeline"]["local_batches"].__setitem__(0, 10**19),
+    "a local batch is enormous": lambda window: window["local_batches"].__setitem__(0, 10**40),
+    "a local batch is nothing": lambda window: window["local_batches"].__setitem__(0, 0),
+    "a time is enormous": lambda window: window["before_ms"].__setitem__(0, 1e300),
+    "a time is nothing": lambda window: window["backward_ms"].__setitem__(0, 0.0),
+    "a time is negative": lambda window: window["before_ms"].__setitem__(0, -5.0),
+    "a step takes no time": lambda window: window.update(step_ms=0.0),
+    "a step takes less than no time": lambda window: window.update(step_ms=-1.0),
+    "a number of steps is enormous": lambda window: window.update(num_valid=10**40),
+}
+
+
+VERBS = pytest.mark.parametrize("verb", [("simulate", "--from-run"), ("plan",)], ids=["simulate", "plan"])
+
+
+def damaged(lines, folder, damages):
+    """The path of a log whose windows, but for the first, have these damages, one each."""
+    copies = json.loads(json.dumps(lines))
+    windows = [line for line in copies if line["type"] == "window"]
+    for window, damage in zip(windows[1:], damages, strict=False):
+        damage(window)
+    path = folder / "damaged.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in copies))
+    return path
+
+
+@VERBS
+def test_damaged_windows_are_left_out(tmp_path, lines, verb):
+    done = run(*verb, damaged([*lines, *lines[1:]], tmp_path, DAMAGES.values()))
+    assert (done.exit_code, done.stderr, done.exception) == (0, "", None)
+
+
+@VERBS
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_log_of_damaged_windows_is_fitted_or_refused_in_one_line(tmp_path, lines, damage, verb):
+    path = damaged(lines, tmp_path, itertools.repeat(damage))
+    done = run(*verb, path)
+    assert isinstance(done.exception, SystemExit | None), done.exc_info
+    if done.exit_code == 2:
+        assert done.stderr.startswith(f"cannikin: {path}: ")
+        assert len(done.stderr.splitlines()) == 1
+    else:
+        assert (done.exit_code, done.stderr) == (0, "")
 
 
 def test_help_names_what_there_is():

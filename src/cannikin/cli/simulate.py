@@ -23,12 +23,13 @@ from cannikin.cli.printing import measured, say
 from cannikin.core.policies import POLICIES
 from cannikin.core.values import Job
 from cannikin.errors import InvalidInputError
-from cannikin.runlog import RUNLOG_NAME, RunLogWriter, read_runlog
+from cannikin.runlog import RUNLOG_NAME, RunLog, RunLogWriter, numbers_only, read_runlog
 from cannikin.sim.hardware import Machine
 from cannikin.sim.replay import Comparison, compare, machine_from_log
 from cannikin.sim.runs import find_machine, job_for, named_planner, simulate
 from cannikin.sim.simulation import RunResult, Simulation
 from cannikin.sim.workload import Workload, find_workload
+from cannikin.toml_files import naming
 
 _MAX_SEEDS = 100
 _MAX_SPLITS = 20  # of a log that the table shows
@@ -98,7 +99,9 @@ def command(
     if from_run is not None:
         if cluster is not None or workload_name is not None:
             raise click.UsageError("--from-run takes cluster and job from the log: leave CLUSTER and --workload out")
-        _replay(from_run, policies, seeds[0], steps, as_json)
+        log = read_runlog(from_run)
+        with numbers_only(from_run), naming(from_run):
+            _replay(from_run, log, policies, seeds[0], steps, as_json)
         return
     if cluster is None or workload_name is None:
         raise click.UsageError("give CLUSTER and --workload, or --from-run")
@@ -168,9 +171,8 @@ def _as_json(
     return {**facts, "batch_size": job.batch_size, "max_batch_size": job.largest_total, "runs": listed}
 
 
-def _replay(path: Path, policies: tuple[str, ...], seed: int, steps: int, as_json: bool) -> None:
+def _replay(path: Path, log: RunLog, policies: tuple[str, ...], seed: int, steps: int, as_json: bool) -> None:
     """Fit, run the log's splits again, and run policies on what was fitted."""
-    log = read_runlog(path)
     machine = machine_from_log(log)
     rows = compare(log, machine, seed=seed)
     info = log.headers[-1].job
@@ -185,7 +187,7 @@ def _replay(path: Path, policies: tuple[str, ...], seed: int, steps: int, as_jso
     for policy in policies:
         planner, pace = named_planner(policy, job)
         if pace == "epoch" and not job.num_samples:
-            raise InvalidInputError(f"{path}: the log does not say how long an epoch is, which {policy} needs")
+            raise InvalidInputError(f"the log does not say how long an epoch is, which {policy} needs")
         run = Simulation(machine, planner, job, seed=seed, pace=pace).run(max_steps=steps)
         times = machine.measure(np.tile(np.array(run.plan.local_batches), (400, 1)), 0, np.random.default_rng(seed))
         settled[policy] = float(np.median(times.step_s)), run.plan.local_batches

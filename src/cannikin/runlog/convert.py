@@ -15,6 +15,7 @@ from cannikin.core.planner import Decision, Noise
 from cannikin.core.values import NO_MAX, BoolArray, FloatArray, Job, StepWindow
 from cannikin.errors import InvalidInputError
 from cannikin.runlog.records import (
+    MOST,
     EventRecord,
     JobInfo,
     NoiseRecord,
@@ -154,13 +155,20 @@ def window_record(
 
 
 def replay_window(record: WindowRecord) -> StepWindow | None:
-    """Return the step of a record's timeline as a window of one step, without norms; None without a timeline."""
+    """Return the step of a record's timeline as a window of one step, without norms.
+
+    There is None without a timeline, or with one that is damaged: of another number of ranks or buckets in some list,
+    or with batches that cannot be. Times that cannot be make their rank invalid.
+    """
     line = record.timeline
-    if line is None:
+    if line is None or not _is_whole(line):
         return None
     before_s, ready_s, done_s = (
         np.array([times], dtype=np.float64) / 1000 for times in (line.before_ms, line.ready_ms, line.done_ms)
     )
+    possible = np.abs(before_s) < MOST
+    for times in (ready_s, done_s):
+        possible &= (np.abs(times) < MOST).all(axis=-1)
     return StepWindow(
         first_step=line.step,
         local_batches=np.array([line.local_batches], dtype=np.int64),
@@ -169,7 +177,17 @@ def replay_window(record: WindowRecord) -> StepWindow | None:
         done_s=done_s,
         local_sqnorm=np.full(before_s.shape, np.nan),
         global_sqnorm=np.full(1, np.nan),
-        valid=np.isfinite(before_s) & np.isfinite(ready_s).all(axis=-1) & np.isfinite(done_s).all(axis=-1),
+        valid=possible,
+    )
+
+
+def _is_whole(line: Timeline) -> bool:
+    """Return whether a timeline's lists are all of one number of ranks and of buckets, and its batches possible."""
+    num_ranks = len(line.local_batches)
+    rows = (*line.ready_ms, *line.done_ms)
+    same = {len(line.before_ms), len(line.ready_ms), len(line.done_ms)} == {num_ranks}
+    return (
+        same and len({len(row) for row in rows}) == 1 and all(rows) and all(1 <= b < MOST for b in line.local_batches)
     )
 
 

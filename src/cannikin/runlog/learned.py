@@ -24,7 +24,7 @@ from cannikin.core.planner import Noise
 from cannikin.core.values import NO_MAX, FloatArray, IntArray, StepWindow
 from cannikin.errors import RunLogError
 from cannikin.runlog.convert import replay_window
-from cannikin.runlog.records import EventRecord, Header, NoiseRecord, Record, WindowRecord
+from cannikin.runlog.records import MOST, EventRecord, Header, NoiseRecord, Record, WindowRecord
 
 _RECENT = 50  # windows with one local batch, or with full steps, that count
 _MOST_SIZES = 8  # local batches of one rank that are looked at
@@ -50,12 +50,17 @@ class _Measured:
     def add(self, record: WindowRecord) -> None:
         """Take in a window."""
         self.noise = record.noise or self.noise
-        if len(record.local_batches) != self.header.world_size:
+        batches = record.local_batches
+        if len(batches) != self.header.world_size or not all(1 <= batch < MOST for batch in batches):
             return
         self.recent.append(record)
-        rows = zip(record.local_batches, record.before_ms, record.backward_ms, strict=False)
+        rows = zip(batches, record.before_ms, record.backward_ms, strict=False)
         for rank, (batch, before_ms, backward_ms) in enumerate(rows):
-            if before_ms and backward_ms and min(before_ms, backward_ms) > 0 and 1 <= batch < NO_MAX:
+            if (
+                before_ms is not None
+                and backward_ms is not None
+                and all(0 < t < MOST for t in (before_ms, backward_ms))
+            ):
                 level = len(self.levels.get(rank, ()))
                 self.times[rank, level, batch].append((before_ms / 1e3, backward_ms / 1e3, record.num_valid))
 
@@ -210,7 +215,7 @@ def _slowdown(records: Iterable[WindowRecord], model: ModelFit) -> float:
     """Return how much longer these windows' steps took than the model says, in the median."""
     ratios = []
     for record in records:
-        if record.step_ms:
+        if record.step_ms is not None and 0 < record.step_ms < MOST:
             waits_ms = (
                 0.0 if record.loader_inside else float(np.median([ms or 0.0 for ms in record.loader_ms] or [0.0]))
             )

@@ -16,12 +16,11 @@ import numpy.typing as npt
 from cannikin.core.goodput import efficiency
 from cannikin.core.perf import hardware_use
 from cannikin.core.values import FloatArray
-from cannikin.runlog.records import EventRecord, Header, NoiseRecord, PlanRecord, Record, Timeline, WindowRecord
+from cannikin.runlog.records import MOST, EventRecord, Header, NoiseRecord, PlanRecord, Record, Timeline, WindowRecord
 
 MEASURED = ("before_ms", "backward_ms", "done_ms", "wait_ms", "loader_ms", "other_ms")  # of a `WindowRecord`
 ACTIVITIES = ("optimizer and forward", "backward", "communication", "waiting", "loading", "other")
 NS_PER_MS = 1_000_000
-_MOST = 1e15  # beyond it, a number of a damaged log is no time and no batch
 
 # A window as a whole, and an event.
 
@@ -217,7 +216,7 @@ def longest_ns(steps: Iterable[RankMoments]) -> int:
 
 def finite(value: float | None) -> float | None:
     """Return a number that can be a time or a count, at least 0; None for anything else."""
-    return max(value, 0.0) if value is not None and math.isfinite(value) and value < _MOST else None
+    return max(value, 0.0) if value is not None and math.isfinite(value) and value < MOST else None
 
 
 def as_ns(time_ms: float) -> int:

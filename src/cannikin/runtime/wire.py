@@ -406,8 +406,7 @@ class Exchange:
 
     def send(self, values: torch.Tensor, source: int, limit: timedelta) -> None:
         """Fill this tensor on every rank with what one rank has in it."""
-        ranks = dist.get_process_group_ranks(self._group)
-        dist.broadcast(values, src=ranks[source], group=self._group, async_op=True).wait(limit)
+        self._finish(self._group.broadcast(values, source), limit)
 
     def _gather_bytes(self, mine: bytes, lengths: list[int]) -> list[str]:
         padded = torch.zeros(max(lengths), dtype=torch.uint8)

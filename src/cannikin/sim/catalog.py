@@ -6,7 +6,6 @@ key and the limit.
 
 from __future__ import annotations
 
-import math
 import os
 from functools import cache
 from importlib import resources
@@ -20,8 +19,8 @@ from cannikin.toml_files import limit, naming, nearest, read_toml
 
 _MAX_RANKS = 4096
 _DATA = resources.files("cannikin.sim") / "data"
-_Positive = Annotated[float, limit("above 0", lambda value: 0 < value < math.inf)]
-_Latency = Annotated[float, limit("finite and not negative", lambda value: 0 <= value < math.inf)]
+_Positive = Annotated[float, limit("above 0, from 1e-9 to 1e9", lambda value: 1e-9 <= value <= 1e9)]
+_Latency = Annotated[float, limit("finite and not negative, at most 1e9", lambda value: 0 <= value <= 1e9)]
 _Share = Annotated[float, limit("above 0 and at most 1", lambda value: 0 < value <= 1)]
 _Scatter = Annotated[float, limit("from 0 to 0.5", lambda value: 0 <= value <= 0.5)]
 _Count = Annotated[int, limit(f"from 1 to {_MAX_RANKS}", lambda value: 1 <= value <= _MAX_RANKS)]

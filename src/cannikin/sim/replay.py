@@ -18,6 +18,7 @@ from cannikin.core.perf import Curve
 from cannikin.core.values import NO_MAX, FloatArray, StepWindow
 from cannikin.errors import RunLogError
 from cannikin.runlog import RunLog, WindowRecord, replay_window
+from cannikin.runlog.records import MOST
 from cannikin.sim.hardware import Machine
 
 _SKIPPED = 1  # windows at a run's start that hold its warm-up
@@ -123,14 +124,21 @@ def _usable(log: RunLog, part: slice) -> list[tuple[WindowRecord, StepWindow]]:
     complete = [
         (record, window)
         for record in log.windows[_SKIPPED:][part]
-        if (window := replay_window(record)) is not None
-        and None not in (*record.before_ms, *record.backward_ms, record.step_ms)
-        and record.num_valid > 0
+        if (window := replay_window(record)) is not None and _is_whole(record, window.num_ranks)
     ]
     if not any(window.valid.all() for _, window in complete):
         raise RunLogError("the run log has no window measured on all ranks after its first: train longer, then fit")
     ranks = complete[-1][1].num_ranks
     return [(record, window) for record, window in complete if window.num_ranks == ranks]
+
+
+def _is_whole(record: WindowRecord, num_ranks: int) -> bool:
+    """Return whether a record has possible times and batches of all ranks."""
+    lists = (record.local_batches, record.before_ms, record.backward_ms)
+    times = (*record.before_ms, *record.backward_ms, record.step_ms)
+    possible = all(time_ms is not None and 0 < time_ms < MOST for time_ms in times)
+    sizes = all(1 <= batch < MOST for batch in record.local_batches) and 0 < record.num_valid < MOST
+    return possible and sizes and {len(values) for values in lists} == {num_ranks}
 
 
 def _curve(records: list[WindowRecord], name: str) -> Curve:
