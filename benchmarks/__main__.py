@@ -20,6 +20,7 @@ BENCHMARKS = {
     "orders": "orders",
     "overhead": "overhead",
     "paper": "paper.evaluate",
+    "resuming": "resuming",
     "runlog_size": "runlog_size",
     "settling": "settling",
     "snapshot": "snapshot",
@@ -27,7 +28,7 @@ BENCHMARKS = {
     "solver": "solver",
 }
 # Those whose `main()` takes a list of options.
-WITH_OPTIONS = ("chaos", "gpu", "lab_limit", "paper", "settling", "snapshot", "soak")
+WITH_OPTIONS = ("chaos", "gpu", "lab_limit", "paper", "resuming", "settling", "snapshot", "soak")
 
 
 def main(arguments: list[str]) -> int:

@@ -57,13 +57,18 @@ class Training:
         total: total batch.
         gradient_kb: size of the whole gradient; each layer is a bucket of its own.
         host_ms: what each rank's host takes between forward and backward, whatever the batch.
+        device: where it trains.
     """
 
-    def __init__(self, policy: str, *, total: int, gradient_kb: float, host_ms: list[float]) -> None:
+    def __init__(
+        self, policy: str, *, total: int, gradient_kb: float, host_ms: list[float], device: str = "cpu"
+    ) -> None:
         torch.manual_seed(0)
         num_rows = max(1, round(gradient_kb * 1024 / 4 / LAYERS / WIDTH) - WIDTH)
-        net = nn.Sequential(*[Scaled(num_rows) for _ in range(LAYERS)], nn.Linear(WIDTH, CLASSES))
-        self.total, self.inputs, self.labels = total, torch.randn(total, WIDTH), torch.randint(0, CLASSES, (total,))
+        net = nn.Sequential(*[Scaled(num_rows) for _ in range(LAYERS)], nn.Linear(WIDTH, CLASSES)).to(device)
+        self.total, self.device = total, device
+        self.inputs = torch.randn(total, WIDTH).to(device)
+        self.labels = torch.randint(0, CLASSES, (total,)).to(device)
         self.optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
         bucket_mb = (num_rows + WIDTH) * WIDTH * 4 / 2**20
         self.model = HeteroDataParallel(net, self.optimizer, policy=policy, bucket_cap_mb=bucket_mb)
@@ -79,6 +84,8 @@ class Training:
             time.sleep(self.host_s)
         loss.backward()
         self.optimizer.step()
+        if self.device != "cpu":
+            torch.cuda.synchronize()
         return time.perf_counter() - start
 
     def run(self, num_steps: int, *, quiet: int | None = None) -> Run:
@@ -146,8 +153,8 @@ def limit(total: int, steps: int, passes: int, **keywords: Any) -> dict[str, Any
     lb_bsp = Training("lb-bsp", total=total, **keywords).run(MOST_STEPS, quiet=QUIET)
     even = even_batches(Job(num_ranks=training.num_ranks, batch_size=total), total)
     named = {"ours": ours, "ours at step 30": run.splits()[30], "lb-bsp": lb_bsp.splits()[-1], "even": even}
-    grid = sorted({*_lattice(total, training.num_ranks), *_around(ours, total)})
-    compared = _compare(training, named, grid, passes)
+    grid = sorted({*_lattice(total, training.num_ranks), *around(ours, total)})
+    compared = compare(training, named, grid, passes)
     last = slice(-LAST, None)
     predicted_s = float(np.median([plan.predicted_step_s or np.nan for plan in run.plans[last]]))
     measured_s = float(np.median(run.seconds[last]))
@@ -175,7 +182,7 @@ def slowed(total: int, steps: int, change: int, passes: int, **keywords: Any) ->
     splits = run.splits()
     since = {f"from step {s}": splits[s] for s in [change, *(s for s in run.changes() if s > change)]}
     named = {**since, "ours": splits[-1]}
-    compared = _compare(training, named, _around(splits[-1], total), passes)
+    compared = compare(training, named, around(splits[-1], total), passes)
     best_ms = compared["split_ms"]["best"]
     over = {split: ms / best_ms for split, ms in zip(named.values(), compared["split_ms"].values(), strict=False)}
     late = [step for step in range(change, steps) if over[splits[step]] > 1.05]
@@ -191,7 +198,7 @@ def slowed(total: int, steps: int, change: int, passes: int, **keywords: Any) ->
     }
 
 
-def _compare(training: Training, named: dict[str, Split], grid: list[Split], passes: int) -> dict[str, Any]:
+def compare(training: Training, named: dict[str, Split], grid: list[Split], passes: int) -> dict[str, Any]:
     """Measure a grid of splits in turns, then the best three again beside those that have a name."""
     _say(f"{len(grid)} splits, {ROUNDS * passes} steps each")
     first = dict(zip(grid, training.interleaved(grid, passes)[-1].tolist(), strict=True))
@@ -218,7 +225,7 @@ def _lattice(total: int, num_ranks: int) -> list[Split]:
     return [(*(part * k for k in x[:-1]), total - part * sum(x[:-1])) for x in eighths]
 
 
-def _around(split: Split, total: int) -> list[Split]:
+def around(split: Split, total: int) -> list[Split]:
     """Return the split, and those that move a few of its samples from one rank to another."""
     splits = [split]
     for share, (i, j) in itertools.product(SHARES_MOVED, itertools.permutations(range(len(split)), 2)):

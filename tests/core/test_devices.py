@@ -187,7 +187,7 @@ def test_another_total_far_from_all_that_was_measured_is_planned_by_the_same_cur
         resumed = Controller(Job(num_ranks=3, batch_size=total))
         resumed.load_state_dict(state)
         assert excess(cluster_of(SPEEDS), first_plan(resumed)) < 0.15
-        assert len(set(first_plan(resumed))) == 3
+        assert first_plan(resumed)[0] > 2 * first_plan(resumed)[2]
 
 
 def test_random_clusters_that_lose_a_rank_or_gain_one_of_a_known_kind_go_on_near_the_best() -> None:

@@ -204,21 +204,22 @@ class Controller:
         self._settle(step, model, job, split, why + news)
         return choice
 
-    def _best(self, model: ModelFit, total_batch: int, *, far: bool = False) -> Split:
+    def _best(self, model: ModelFit, total_batch: int, *, is_first: bool = False) -> Split:
         """Return the best split of a total batch, each rank's curve taken near the batch that the split gives it.
 
-        Of splits that cost the same it is the one closest to the present plan. `far` is for totals that must be held,
-        however far they are from what was measured.
+        Of splits that cost the same it is the one closest to the present plan. `is_first` is for first plans: their
+        total must be held, however far it is from what was measured, and no step has run the present one.
         """
         now = self._plan
         near: tuple[float, ...] = tuple(batch * total_batch / now.total_batch for batch in now.local_batches)
         tried: list[tuple[float, Split]] = []
         for _ in range(_ROUNDS):
-            solver = self._solver(model.near(near), total_batch if far else None)
+            solver = self._solver(model.near(near), total_batch if is_first else None)
             split = solver.split(total_batch)
             if not split.feasible:
                 return split
-            wanted = now.local_batches if now.total_batch == total_batch else split.local_batches
+            has_run = now.total_batch == total_batch and not is_first
+            wanted = now.local_batches if has_run else split.local_batches
             rounded = (solver.near(wanted, split.step_s * (1 + _FREE), unit) for unit in _UNITS)
             best = next((each for each in rounded if each is not None), split)
             tried.append((model.step_s(best.local_batches), best))
@@ -440,7 +441,7 @@ class Controller:
         self._plan, self._phase = self._first_plan(total, f"{told}: even split of the same total batch"), "even"
         self._ran = None
         model = self._learner.model(*job.bounds)
-        split = None if model.cluster is None else self._best(model, total, far=True)
+        split = None if model.cluster is None else self._best(model, total, is_first=True)
         if split is not None and split.feasible:
             self._settle(0, model, job, split, [told + unknown], is_first=True)
 
