@@ -149,7 +149,7 @@ for name in ("HeteroDataParallel", "load_cluster"):
 
 LAYERS = [
     {"_version", "errors", "words"},
-    {"core", "toml_files"},
+    {"core", "toml_files", "whole_files"},
     {"runlog", "cluster_file"},
     {"runtime", "sim", "lab", "report", "live", "trace", "trackers"},
     {"integrations", "demo", "doctor"},

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from cannikin.errors import InvalidInputError
 from cannikin.runlog import EventRecord, Header, NoiseRecord, PlanRecord, Record, WindowRecord
 from cannikin.runlog.times import RankTimes, numbers_of, rank_times, speed_of, step_of, use_of
+from cannikin.whole_files import whole_file
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -313,11 +314,13 @@ class PrometheusObserver:
         ended = isinstance(event, EventRecord) and event.kind == "end"
         now = self._clock()
         if ended or now - self._written_at >= self._every_s:
-            from prometheus_client import write_to_textfile
+            from prometheus_client import generate_latest
 
             self._written_at = now
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_to_textfile(str(self.path), self)
+            text = generate_latest(self).decode()
+            with whole_file(self.path) as file:
+                file.write(text)
 
     def collect(self) -> list[Metric]:
         """Return the latest numbers as prometheus_client collects them: the families, each in one piece."""

@@ -44,6 +44,15 @@ def test_a_run_alone_says_when_it_reached_the_target(tmp_path, target, said):
     assert said in (folder / "report.html").read_text()
 
 
+def test_a_target_of_bytes_that_are_no_text_is_one_line(tmp_path):
+    folder = write(run(), tmp_path / "mine")
+    done = report(folder, "--target", os.fsdecode(b"\xff=1"))
+    assert done.exit_code == 2
+    assert "is not METRIC=VALUE, like accuracy=0.97" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not (folder / "report.html").exists()
+
+
 def test_a_folder_of_runs_becomes_one_page_of_all_of_them(tmp_path):
     for name in ("b", "a"):
         write(run(), tmp_path / name)

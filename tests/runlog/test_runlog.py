@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -287,6 +288,18 @@ def test_a_reader_gets_each_record_once_and_only_when_its_line_is_complete(path)
             seen += new
         assert reader.poll() == []
     assert tuple(seen) == ALL
+
+
+def test_a_very_long_line_is_put_together_once(path, monkeypatch):
+    """In 60,000 pieces: to copy all of it for each of them would take minutes."""
+    monkeypatch.setattr("cannikin.runlog.reader._CHUNK_BYTES", 64)
+    with RunLogWriter(path) as log:
+        log.write(HEADER)
+        log.write(EventRecord(step=1, kind="long", text="x" * 60_000 * 64))
+    start_s = time.perf_counter()
+    (event,) = read_runlog(path).events
+    assert len(event.text) == 60_000 * 64
+    assert time.perf_counter() - start_s < 30
 
 
 def test_a_reader_refuses_a_foreign_file_before_its_first_line_ends(path):

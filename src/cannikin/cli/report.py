@@ -20,7 +20,7 @@ def _parse_target(ctx: click.Context, param: click.Parameter, value: str | None)
         goal = float(number)
     except ValueError:
         goal = math.nan
-    if not name.strip() or not math.isfinite(goal):
+    if not name.strip() or not name.isprintable() or not math.isfinite(goal):
         raise click.BadParameter(f"{value!r} is not METRIC=VALUE, like accuracy=0.97", ctx, param)
     return Target(metric=name.strip(), value=goal)
 

@@ -14,6 +14,7 @@ from cannikin.errors import InvalidInputError
 from cannikin.runlog import RunLogReader, numbers_only, refuse_overwriting
 from cannikin.trace.events import Event, trace_events
 from cannikin.trace.steps import choose_steps, contents, parse_steps
+from cannikin.whole_files import whole_file
 
 _MOST_WINDOWS = 5_000  # whose step times are drawn one by one
 
@@ -55,7 +56,7 @@ def command(run: Path, steps: str | None, out: str | None) -> None:
             return
         path = reader.path.with_name("trace.json") if out is None else Path(out)
         refuse_overwriting(path, reader.path)
-        with path.open("w", encoding="utf-8") as file:
+        with whole_file(path) as file:
             _write(events, file)
     shown = ", ".join(map(str, choice.steps[:8])) + (" and more" if len(choice.steps) > 8 else "")
     click.echo(f"{click.format_filename(path)}: steps {shown}; open it at ui.perfetto.dev")

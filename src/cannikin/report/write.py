@@ -25,6 +25,7 @@ from cannikin.report.page import Item, Section, Table, make_page, plotly_source
 from cannikin.report.read import find_runs, read_runs
 from cannikin.runlog import numbers_only, refuse_overwriting
 from cannikin.runlog.times import ACTIVITIES, activity
+from cannikin.whole_files import whole_file
 from cannikin.words import amount, count, counted, duration, kinds, memory, percent, rank_name, split, use
 
 _PAGE_NAME = "report.html"
@@ -56,7 +57,9 @@ def write_report(paths: Sequence[Path], out: Path | None = None, target: Target 
         else:
             sections = [comparison(runs, goal, title), *(run_section(run, run.name, folded=True) for run in runs)]
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(make_page(title, sections, plotly_js), encoding="utf-8")
+    page = make_page(title, sections, plotly_js)
+    with whole_file(out) as file:
+        file.write(page)
     return out
 
 

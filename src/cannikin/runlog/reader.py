@@ -125,7 +125,8 @@ class RunLogReader:
         self.path = log_path(path)
         self.num_unknown = 0
         self.num_unreadable = 0
-        self._rest = b""
+        self._pieces: list[bytes] = []  # of a line that is not complete yet
+        self._num_bytes = 0  # in these
         self._begun = False
         self._position = 0
         self._decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
@@ -154,7 +155,7 @@ class RunLogReader:
     @property
     def truncated(self) -> bool:
         """Whether the bytes read so far end inside a line."""
-        return bool(self._rest)
+        return bool(self._num_bytes)
 
     @property
     def replaced(self) -> bool:
@@ -174,7 +175,7 @@ class RunLogReader:
         """Yield the same records one by one, for logs that do not fit into memory."""
         end = self._end()  # as of now: a writer may be faster than its reader
         while self._position < end and (chunk := self._read()):
-            *lines, self._rest = (self._rest + chunk).split(b"\n")
+            lines = self._lines(chunk)
             if not self._begun:
                 self._begin(lines)
             for line in lines:
@@ -195,12 +196,22 @@ class RunLogReader:
         self._position += len(chunk)
         return chunk
 
+    def _lines(self, chunk: bytes) -> list[bytes]:
+        """Return the lines that this chunk completes, and keep what begins another; long ones are joined once."""
+        if b"\n" not in chunk:
+            self._pieces.append(chunk)
+            self._num_bytes += len(chunk)
+            return []
+        *lines, rest = b"".join([*self._pieces, chunk]).split(b"\n")
+        self._pieces, self._num_bytes = [rest], len(rest)
+        return lines
+
     def _begin(self, lines: list[bytes]) -> None:
         """Refuse a file that does not begin like a run log, as soon as that shows."""
         if lines:
             check_first_line(lines[0], self.path)
             self._begun = True
-        elif not self._rest.startswith(b"{") or len(self._rest) > _MAX_HEADER_BYTES:
+        elif not self._pieces[0].startswith(b"{") or self._num_bytes > _MAX_HEADER_BYTES:
             raise RunLogError(_foreign(self.path))
 
     def _decoded(self, line: bytes) -> Record | None:

@@ -156,12 +156,14 @@ def set_aside(path: Path) -> Path:
 
 def _head(file: int) -> bytes:
     """Return the file's beginning, up to the end of its first line or a little further."""
-    head = b""
-    while b"\n" not in head and (chunk := os.pread(file, 2**20, len(head))):
-        head += chunk
-        if not head.startswith(_BEGINNING[: len(head)]):
+    chunks: list[bytes] = []
+    size, chunk = 0, b""
+    while b"\n" not in chunk and (chunk := os.pread(file, 2**20, size)):
+        chunks.append(chunk)
+        size += len(chunk)
+        if not chunks[0].startswith(_BEGINNING[: len(chunks[0])]):
             break
-    return head
+    return b"".join(chunks)
 
 
 def _plain(value: Any) -> Any:

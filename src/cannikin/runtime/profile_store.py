@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import socket
-import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -28,6 +27,7 @@ from cannikin.errors import StateError
 from cannikin.runlog import RankInfo
 from cannikin.runtime.device import Device
 from cannikin.runtime.wire import Exchange
+from cannikin.whole_files import whole_file
 
 _FORMAT = "cannikin-profiles"
 _VERSION = 1
@@ -168,12 +168,5 @@ def _replace(path: Path, text: str) -> None:
     """Put a text in a file's place, whole or not at all, and clear away what writers that were killed have left."""
     for left in path.parent.glob(f"{glob.escape(path.name)}.*.part"):
         left.unlink(missing_ok=True)
-    descriptor, unfinished = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".part", dir=path.parent)
-    try:
-        with open(descriptor, "w") as file:
-            file.write(text)
-        os.chmod(unfinished, path.stat().st_mode & 0o777 if path.exists() else 0o644)
-        os.replace(unfinished, path)
-    except BaseException:
-        Path(unfinished).unlink(missing_ok=True)
-        raise
+    with whole_file(path) as file:
+        file.write(text)
