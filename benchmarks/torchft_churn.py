@@ -3,6 +3,7 @@
     python -m benchmarks.torchft_churn                three replicas of speeds 1, 1/2, 1/4: the slowest is lost and
                                                       comes back, then the first one, whose plans all follow
     python -m benchmarks.torchft_churn --kills 20     20 kills of replicas at random, at random moments
+    python -m benchmarks.torchft_churn --stop-s 30    the second one hangs for so long, beyond all time limits
 
 It needs torchft. Every replica records what it trained on; what counts are the steps that led to the final weights.
 """
@@ -12,7 +13,9 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -77,6 +80,12 @@ class Churn:
         killed_s = time.time()
         process.join()
         return killed_s
+
+    def stop(self, name: str, seconds: float) -> None:
+        """Stop a replica and all of its threads for so long, as a machine that hangs."""
+        os.kill(self._running[name].pid, signal.SIGSTOP)
+        time.sleep(seconds)
+        os.kill(self._running[name].pid, signal.SIGCONT)
 
     def wait_for(self, num_steps: int, num_members: int, *, limit_s: float) -> None:
         """Wait until a step from this one on has been committed by so many members."""
@@ -256,6 +265,21 @@ def scenario(running: Churn) -> None:
         print(f"{name} back {in_s - back_s:.1f} s after its start: {pause:.2f} s without a step; plans: {told}")
 
 
+def hang(running: Churn, seconds: float) -> None:
+    """Stop the second replica for so long; print how long the others were without a step, and when all are together."""
+    running.wait_for(60, 3, limit_s=240.0)
+    stopped_s = time.time()
+    running.stop("b", seconds)
+    woken_s = time.time()
+    before = max(step["step"] for step in running.steps())
+    running.wait_for(before + 1, 3, limit_s=240.0)
+    together_s = min(s["ended_s"] for s in running.steps() if s["ended_s"] > woken_s and len(s["plan"]) == 3)
+    pause = pause_s(running, stopped_s, woken_s)
+    print(
+        f"b stopped for {seconds:.0f} s: {pause:.2f} s without a step, together {together_s - woken_s:.1f} s after it"
+    )
+
+
 def at_random(running: Churn, num_kills: int, seed: int) -> None:
     """Kill replicas at random, never the last one, and start them again after a while; print the pauses."""
     chance = random.Random(seed)
@@ -276,6 +300,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run one of the two, and count."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.torchft_churn", description=__doc__)
     parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--stop-s", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--workers", type=int, default=0)
@@ -288,7 +313,9 @@ def main(arguments: list[str] | None = None) -> None:
         num_epochs=options.epochs,
         num_workers=options.workers,
     ) as running:
-        if options.kills:
+        if options.stop_s:
+            hang(running, options.stop_s)
+        elif options.kills:
             at_random(running, options.kills, options.seed)
         else:
             scenario(running)

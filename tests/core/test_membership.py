@@ -116,6 +116,13 @@ def test_a_member_that_takes_over_the_state_plans_as_the_others_do():
 def test_a_member_with_other_settings_is_refused():
     with pytest.raises(StateError, match="batch_size=42, and this one has 64: start it with the same"):
         Membership(batch_size=64, num_samples=1000).load_state_dict(crew_of(A).state_dict())
+    with pytest.raises(StateError, match="seed=None, and this one has 1: start it with the same"):
+        Membership(batch_size=42, num_samples=1000, seed=1).load_state_dict(crew_of(A).state_dict())
+
+
+def test_a_damaged_profile_stops_its_own_member_alone():
+    with pytest.raises(StateError, match="has no numbers under 'batches': delete it"):
+        Member(name="d", profile={})
 
 
 def test_the_total_is_kept_to_what_the_members_hold():

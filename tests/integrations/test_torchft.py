@@ -10,7 +10,7 @@ from ranks import run_ranks
 pytest.importorskip("torchft", reason="torchft is not installed: pip install -c constraints.txt '.[torchft]'")
 
 from torchft.coordination import LighthouseServer
-from torchft_cases import misuse, train_apart
+from torchft_cases import misuse, stop_and_resume, train_apart
 
 from benchmarks.torchft_churn import SAMPLE_MS, churn, count
 
@@ -56,9 +56,16 @@ def test_replicas_that_trained_apart_and_lost_each_other_end_with_one_model(ligh
 
 
 @pytest.mark.parametrize("lighthouse", [1], indirect=True)
+def test_a_saved_state_goes_on_where_it_was_when_all_replicas_were_lost(lighthouse):
+    (seen,) = run_ranks(stop_and_resume, 1, lighthouse, timeout_s=60)
+    assert sorted(seen) == list(range(65))
+
+
+@pytest.mark.parametrize("lighthouse", [1], indirect=True)
 def test_misuse_is_answered_with_what_to_do(lighthouse):
     (told,) = run_ranks(misuse, 1, lighthouse, timeout_s=60)
-    assert told.keys() == {"async quorum", "no loader", "no batch", "no backward", "two forwards", "no step"}
+    loop = {"no loader", "no batch", "no backward", "two forwards", "no step"}
+    assert told.keys() == {"async quorum", "SyncBatchNorm", *loop}
     assert "make it with use_async_quorum=False" in told["async quorum"]
     assert "make a LiveDataLoader" in told["no loader"]
     assert "call step() after its backward()" in told["two forwards"]

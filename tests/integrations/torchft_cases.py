@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -101,6 +102,32 @@ def train_apart(rank: int, world_size: int, lighthouse: str) -> dict[str, Any]:
     return {"seen": seen, "refused": refused, "state": state, "history": model.place.history, "plan": model.plan}
 
 
+def stop_and_resume(rank: int, world_size: int, lighthouse: str) -> list[int]:
+    """Train three steps, save, and go on in a new replica, as when all were lost; the samples of the first epoch."""
+    seen: list[int] = []
+    states: list[Any] = []
+    for name in ("first", "second"):
+        module = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        with manager_of(name, lighthouse) as manager:
+            model = LiveDataParallel(module, optimizer, manager)
+            loader = LiveDataLoader(Samples(65), 8, model=model)
+            for state in states:
+                model.load_state_dict(state)
+                assert torch.equal(module.weight, state["module"]["weight"])
+            for _ in loader.epochs(1):
+                for indices, samples in loader:
+                    model(samples).mean().backward()
+                    assert model.step()
+                    seen += indices.tolist()
+                    if model.place.num_steps == 3:
+                        break
+                if not states:
+                    states.append(copy.deepcopy(model.state_dict()))
+                    break
+    return seen
+
+
 def misuse(rank: int, world_size: int, lighthouse: str) -> dict[str, str]:
     """Return what each kind of misuse is answered with."""
     told: dict[str, str] = {}
@@ -116,6 +143,8 @@ def misuse(rank: int, world_size: int, lighthouse: str) -> dict[str, str]:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     with manager_of("async", lighthouse, use_async_quorum=True) as manager, noting("async quorum"):
         LiveDataParallel(module, optimizer, manager)
+    with manager_of("synced", lighthouse) as manager, noting("SyncBatchNorm"):
+        LiveDataParallel(nn.Sequential(module, nn.SyncBatchNorm(1)), optimizer, manager)
     with manager_of("one", lighthouse) as manager:
         model = LiveDataParallel(module, optimizer, manager)
         with noting("no loader"):

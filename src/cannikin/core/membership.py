@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from cannikin.core.learner import Learner
 from cannikin.core.policies.cannikin import Controller
-from cannikin.core.profiles import Profile
+from cannikin.core.profiles import Profile, load_profiles
 from cannikin.core.schedule import Schedule
 from cannikin.core.values import NO_MAX, FloatArray, Job, StepWindow
 from cannikin.errors import InvalidInputError, StateError
@@ -77,6 +78,10 @@ class Member:
     max_local: int = NO_MAX
     profile: Profile | None = None
 
+    def __post_init__(self) -> None:
+        if self.profile is not None:
+            load_profiles(Learner(1), [self.profile])  # a damaged one must stop its own member, not all of them
+
 
 class Membership:
     """The members, the plan in force, what is known of every member so far, and the place in the data.
@@ -85,6 +90,7 @@ class Membership:
         batch_size: B, which stays as long as the members together can take it.
         num_samples: length of an epoch.
         min_local: the fewest samples that a member should train on (`least_local`).
+        seed: what orders the samples; None where they come in order. All members must have the same.
 
     Example:
         >>> crew = Membership(batch_size=12, num_samples=100)
@@ -96,13 +102,14 @@ class Membership:
         (12,)
     """
 
-    def __init__(self, *, batch_size: int, num_samples: int, min_local: int = 1) -> None:
+    def __init__(self, *, batch_size: int, num_samples: int, min_local: int = 1, seed: int | None = None) -> None:
         if num_samples < 1:
             raise InvalidInputError("the dataset is empty: there is nothing to train on; check its path or split")
         if batch_size < min_local:
             raise InvalidInputError(f"batch_size={batch_size} is below {min_local}: give at least so many samples")
-        self._batch_size = batch_size
+        self.batch_size = batch_size
         self._min_local = min_local
+        self._seed = seed
         self.num_samples = num_samples
         self.place = Place()
         self.members: tuple[Member, ...] = ()
@@ -122,7 +129,7 @@ class Membership:
         """Plan for these members, by rank; names that occur twice are numbered."""
         self._keep()
         self.members = _numbered(members)
-        total = min(self._batch_size, sum(member.max_local for member in self.members))
+        total = min(self.batch_size, sum(member.max_local for member in self.members))
         used = self.members[: max(1, total // self._min_local)]  # others wait: B is too small for them
         job = Job(
             num_ranks=len(used),
@@ -179,8 +186,9 @@ class Membership:
     def state_dict(self) -> dict[str, Any]:
         """Return all of this as plain numbers, strings, lists and dicts."""
         return {
-            "batch_size": self._batch_size,
+            "batch_size": self.batch_size,
             "num_samples": self.num_samples,
+            "seed": self._seed,
             "place": asdict(self.place),
             "learned": self._learned if self._planner is None else self._planner.state_dict(),
             "who": [list(who) for who in self._who],
@@ -189,7 +197,8 @@ class Membership:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what another member has; the members themselves come with the next `change`."""
-        for name, own in (("batch_size", self._batch_size), ("num_samples", self.num_samples)):
+        own_settings = {"batch_size": self.batch_size, "num_samples": self.num_samples, "seed": self._seed}
+        for name, own in own_settings.items():
             if state[name] != own:
                 raise StateError(
                     f"the others train with {name}={state[name]}, and this one has {own}: start it with the same "

@@ -20,9 +20,7 @@ import json
 import logging
 import os
 import socket
-import time
-from collections import deque
-from collections.abc import Iterator
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,15 +28,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
 
-from cannikin.core.cutting import cut, least_local, whole_number
+from cannikin.core.cutting import whole_number
 from cannikin.core.membership import MEASURED, Member, Membership, Place
 from cannikin.core.values import NO_MAX, FloatArray
 from cannikin.errors import BatchMatchError, DisagreementError, InvalidInputError
+from cannikin.integrations.live_data import LiveDataLoader as LiveDataLoader  # users find both here
 from cannikin.runtime.device import Device, find_device
-from cannikin.runtime.passes import epoch_order, two_of
-from cannikin.runtime.weighting import has_batch_norm, refuse_sparse, running_statistics, watch_outputs
+from cannikin.runtime.weighting import refuse_sparse, running_statistics, watch_outputs
 
 _log = logging.getLogger("cannikin")
 
@@ -53,11 +50,12 @@ class _Step:
 
     counts: tuple[int, ...]
     rank: int
-    rows: torch.Tensor  # one per member, as `_row` has it; the sum of all once it has arrived
+    rows: torch.Tensor  # one per member, `_HEAD`, `MEASURED` and rank 0's plan; the sum of all once it has arrived
     load_s: float
-    forward: Any = None  # marks, as below
+    is_loaded_alone: bool  # nothing else went on meanwhile
+    forward: Any = None  # marks: the beginning of forward and of backward,
     backward: Any = None
-    ready: Any = None
+    ready: Any = None  # the end of backward, and that of all sums
     done: Any = None
     sums: list[Any] = field(default_factory=list)
     gradients: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # parameters and their parts
@@ -158,6 +156,11 @@ class LiveDataParallel:
                 "start one replica for each device"
             )
         refuse_sparse(module)
+        if any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules()):
+            raise InvalidInputError(
+                "the network has SyncBatchNorm, which sums over a group that cannot change: use BatchNorm, whose "
+                "running statistics are averaged over the members, or another kind of normalisation"
+            )
         self.module = module
         self.optimizer = optimizer
         self.manager = manager
@@ -180,6 +183,7 @@ class LiveDataParallel:
         )
         self.membership: Membership | None = None  # once there is a loader
         self._has_met = False
+        self._has_failed = False  # the planner
         self._quorum: int | None = None  # whose members know each other
         self._measured = _NO_MEASUREMENT  # in the step before
         self._proposed: tuple[int, ...] | None = None
@@ -277,16 +281,33 @@ class LiveDataParallel:
         if step.counts[step.rank]:
             forward_s = seconds(step.forward, step.backward)
             moments = (seconds(step.backward, mark) for mark in (step.ready, step.done))
-            self._measured = (step.counts[step.rank], update_s + forward_s, *moments, step.load_s)
+            alone_s, beside_s = (step.load_s, 0.0) if step.is_loaded_alone else (0.0, step.load_s)
+            self._measured = (step.counts[step.rank], alone_s + update_s + forward_s, *moments, beside_s)
         else:
             self._measured = _NO_MEASUREMENT
         crew.place = crew.place.after(crew.names, step.counts, crew.num_samples)
         first = len(_HEAD) + len(MEASURED)
         plan = rows[0, first:].round().astype(np.int64)
         if plan.any():
-            _log.info("plan from step %d on: %s; %s", crew.place.num_steps, self.plan, crew.reason)
             crew.install(plan.tolist())
-        self._proposed = crew.observe(rows[:, len(_HEAD) : first])
+            _log.info("plan from step %d on: %s; %s", crew.place.num_steps, self.plan, crew.reason)
+        self._proposed = self._learn(rows[:, len(_HEAD) : first])
+
+    def _learn(self, measured: FloatArray) -> tuple[int, ...] | None:
+        """Learn from a step, and return a plan where there is a new one; a planner that fails costs its plans only."""
+        if self._has_failed:
+            return None
+        try:
+            return self._crew.observe(measured)
+        except Exception as error:
+            self._has_failed = True
+            warnings.warn(
+                f"the planner failed at step {self.place.num_steps} ({type(error).__name__}: {error}): training goes "
+                f"on with local batches {self._crew.local_batches}, which no longer adapt; please open an issue",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a member that joins needs, or a restart of all of them: weights, optimizer, place, profiles."""
@@ -323,7 +344,7 @@ class LiveDataParallel:
                 self._reducer.hang_up()
                 self.manager.should_commit()  # no: the next quorum connects anew
 
-    def hand_out(self, counts: tuple[int, ...], rank: int, load_s: float) -> None:
+    def hand_out(self, counts: tuple[int, ...], rank: int, load_s: float, *, is_loaded_alone: bool) -> None:
         """Take note of the batch that the loader is about to yield, and begin to tell the others of the one before."""
         rows = np.zeros((len(counts), len(_HEAD) + len(MEASURED) + len(counts)))
         place = self._crew.place
@@ -336,6 +357,7 @@ class LiveDataParallel:
             rank=rank,
             rows=torch.from_numpy(rows).to(self._device.torch_device),
             load_s=load_s,
+            is_loaded_alone=is_loaded_alone,
         )
         self._reducer.start_sum(self._reducer.step.rows)
 
@@ -391,7 +413,7 @@ class LiveDataParallel:
         text = json.dumps(me).encode()
         if len(text) > _GREETING_BYTES:
             text = json.dumps({**me, "profile": None}).encode()
-        texts = torch.full((num_members, _GREETING_BYTES), 0, dtype=torch.uint8)
+        texts = torch.zeros((num_members, _GREETING_BYTES), dtype=torch.uint8)
         texts[rank, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         texts = texts.to(self._device.torch_device)
         if not self._summed(texts):
@@ -413,131 +435,3 @@ def _check_rows(rows: FloatArray, place: Place, counts: tuple[int, ...]) -> None
             f"members cut step {place.num_steps} differently: {', '.join(_HEAD)} are {told}, and {wanted} here; this "
             "is a defect of cannikin, please open an issue"
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Slice:
-    """A batch to be loaded: `count` samples from `start` on, in the order of an epoch; 0 are padding."""
-
-    epoch: int
-    start: int
-    count: int
-
-
-class LiveDataLoader:
-    """Hands every member its part of each step, as the plan in force has it; every sample once per epoch.
-
-    Args:
-        dataset: with a length and indices, the same for every member.
-        batch_size: B, over all members.
-        model: what trains on it.
-        shuffle, seed: how an epoch is ordered; the same for every member.
-        options: what torch's DataLoader takes beside: `num_workers`, `collate_fn`, `pin_memory` and others.
-
-    Workers load ahead for the plan and the members of the moment. Where these change, what was loaded is dropped.
-    """
-
-    def __init__(
-        self,
-        dataset: Any,
-        batch_size: int,
-        *,
-        model: LiveDataParallel,
-        shuffle: bool = True,
-        seed: int = 0,
-        **options: Any,
-    ) -> None:
-        self._model = model
-        self._min_local = least_local(has_batch_norm(model.module))
-        self._shuffle, self._seed = shuffle, whole_number("seed", seed, low=0)
-        self._crew = model.membership = Membership(
-            batch_size=whole_number("batch_size", batch_size, low=1),
-            num_samples=len(dataset),
-            min_local=self._min_local,
-        )
-        self._orders: dict[int, Any] = {}
-        self._asked: deque[_Slice] = deque()  # of the workers, and not yielded yet
-        self._ahead = Place()  # the first step that they have not been asked for
-        # Workers start now, before the first meeting: the others need not wait for them.
-        self._batches = iter(DataLoader(dataset, batch_sampler=_Sampler(self), **options))
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that the next batch belongs to."""
-        return self._crew.place.epoch
-
-    def epochs(self, num_epochs: int) -> Iterator[int]:
-        """Yield the epochs that are left, beginning with the one that the others are in.
-
-        After the last one the members meet once more: one whose last step failed takes over the others' weights.
-        """
-        while True:
-            self._model.meet()
-            if self.epoch >= num_epochs:
-                return
-            yield self.epoch
-
-    def __iter__(self) -> Iterator[Any]:
-        """Yield this member's batches, from where training stands to the end of that epoch."""
-        self._model.refuse_unfinished()
-        self._model.meet()
-        epoch = self.epoch
-        while self.epoch == epoch:
-            yield self._next()
-            self._model.refuse_unfinished()
-            self._model.meet()
-
-    def __len__(self) -> int:
-        """Steps that are left of the epoch, with the total batch of the moment."""
-        total = sum(self._crew.local_batches) or 1
-        return -(-(self._crew.num_samples - self._crew.place.position) // total)
-
-    def _next(self) -> Any:
-        """Return this member's batch of the next step; what was loaded ahead for another cut is dropped."""
-        began_s = time.perf_counter()
-        rank = self._model.rank
-        counts, wanted, _ = self._cut(self._crew.place, rank)
-        if not self._asked or self._asked[0] != wanted:
-            self._ahead = self._crew.place
-        batch = next(self._batches)
-        while self._asked.popleft() != wanted:
-            batch = next(self._batches)
-        self._model.hand_out(counts, rank, time.perf_counter() - began_s)
-        return batch
-
-    def _cut(self, place: Place, rank: int) -> tuple[tuple[int, ...], _Slice, Place]:
-        """Return the members' counts at this place, this one's slice, and the place that follows."""
-        slices = cut(self._crew.local_batches, self._crew.num_samples - place.position, min_local=self._min_local)
-        counts = tuple(count for _, count in slices)
-        mine = _Slice(epoch=place.epoch, start=place.position + slices[rank][0], count=counts[rank])
-        return counts, mine, place.after((), counts, self._crew.num_samples)
-
-    def indices(self) -> Iterator[list[int]]:
-        """Yield the samples of slice after slice, as workers ask for them."""
-        while True:
-            mine = _Slice(epoch=0, start=0, count=0)  # while it is not known who is there
-            if self._crew.members:
-                _, mine, self._ahead = self._cut(self._ahead, self._model.rank)
-            self._asked.append(mine)
-            order = self._order(mine.epoch)
-            samples = order[mine.start : mine.start + mine.count].tolist() or order[:2].tolist()
-            yield two_of(samples) if self._min_local > 1 else samples  # twice in a mean counts once
-
-    def _order(self, epoch: int) -> Any:
-        """Return the order of an epoch, kept for the epoch before and this one."""
-        if epoch not in self._orders:
-            self._orders = {known: order for known, order in self._orders.items() if known == epoch - 1}
-            self._orders[epoch] = epoch_order(
-                self._crew.num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle
-            )
-        return self._orders[epoch]
-
-
-class _Sampler:
-    """What torch's DataLoader takes for a batch sampler: it never ends, since plans do not."""
-
-    def __init__(self, loader: LiveDataLoader) -> None:
-        self._loader = loader
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return self._loader.indices()
