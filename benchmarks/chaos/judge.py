@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.chaos.faults import FIXED_S, KINDS, SAMPLE_S, SPEEDS, Chain, Fault
 from benchmarks.chaos.launch import Ended
-from benchmarks.chaos.rank import network, sample
+from benchmarks.chaos.rank import flat, network, sample
 from cannikin.runtime.ending import EXIT_STATUS
 from cannikin.runtime.passes import epoch_order
 
@@ -76,9 +76,9 @@ def _of(diary: list[Line], what: str) -> list[Line]:
     return [line for line in diary if line["what"] == what]
 
 
-def lineage(launches: list[Told]) -> list[Step]:
-    """Return the steps that the last launch's weights are made of, in order."""
-    number, end = len(launches) - 1, launches[-1].num_steps
+def lineage(launches: list[Told], mark: tuple[int, int] | None = None) -> list[Step]:
+    """Return the steps, in order, that the weights at a mark are made of; at the end of the last launch by default."""
+    number, end = (len(launches) - 1, launches[-1].num_steps) if mark is None else mark
     parts: list[list[Step]] = []
     while True:
         parts.append([launches[number].step(step) for step in range(end)])
@@ -120,7 +120,7 @@ def weights_after(steps: list[Step]) -> torch.Tensor:
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(net(features), targets).backward()
         optimizer.step()
-    return torch.cat([weight.detach().flatten() for weight in net.parameters()])
+    return flat(net)
 
 
 def judge_chain(chain: Chain, launches: list[Told]) -> Line:
@@ -131,18 +131,29 @@ def judge_chain(chain: Chain, launches: list[Told]) -> Line:
     skipped = {number for number, step in enumerate(steps) if step[2]}
     reference = undisturbed(chain, steps[-1][0] + 1, skipped) if fixed else steps
     wanted = weights_after(reference)
-    off = []
-    for diary in launches[-1].diaries:
-        (line,) = _of(diary, "weights")
-        off.append(float((torch.tensor(line["weights"], dtype=torch.float64) - wanted).abs().max()))
+    off = [_off(diary, "weights", wanted) for diary in launches[-1].diaries]
+    loads = []  # what each launch began with
+    for told in launches:
+        before = weights_after([] if told.mark is None else lineage(launches, told.mark))
+        loads.append(max((_off(diary, "loaded", before) for diary in told.diaries), default=0.0))
     return {
         **counts,
         "steps": len(steps),
         "epochs": steps[-1][0] + 1,
         "nan_steps": len(skipped),
         "against": "undisturbed" if fixed else "committed steps",
-        "weights_off": max(off) / float(wanted.abs().max()),
+        "weights_off": max(off),
+        "loads_off": loads,
     }
+
+
+def _off(diary: list[Line], what: str, wanted: torch.Tensor) -> float:
+    """Return how far a rank's weights are from those wanted, relative to the largest; 0 where it came to none."""
+    lines = _of(diary, what)
+    if not lines:
+        return 0.0
+    weights = torch.tensor(lines[-1]["weights"], dtype=torch.float64)
+    return float((weights - wanted).abs().max() / wanted.abs().max())
 
 
 # What each fault cost.

@@ -69,6 +69,7 @@ class Ground:
                     undo.callback(_call, f"ip netns del {command[3]}")
                 _call(" ".join(command))
             _call(f"ip -n {self._tag}switch addr add {_APART[0]}/24 dev bridge")
+            _call(f"ip -n {self._tag}switch link set lo up")  # a store connects to itself
             keeper = _context.Process(target=ranks.keep_store, args=(self.namespace("switch"), _APART))
             keeper.start()
             undo.callback(keeper.join)

@@ -128,6 +128,11 @@ def network() -> tuple[nn.Module, torch.optim.Optimizer]:
     return net, torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9)
 
 
+def flat(net: nn.Module) -> torch.Tensor:
+    """Return all weights of a model in a row."""
+    return torch.cat([weight.detach().flatten() for weight in net.parameters()])
+
+
 class Numbered(Dataset[Any]):
     """The samples; `visit` is called before one is read."""
 
@@ -249,7 +254,7 @@ def _train(order: Order, diary: Diary) -> None:
     )
     mark = Mark(order.number)
     snapshot = Snapshot(order.state / "snapshots", model, every_s=None, every_steps=chain.save_every, mark=mark)
-    diary.note("loaded", mark=mark.loaded)
+    diary.note("loaded", mark=mark.loaded, weights=flat(net).tolist())
     while True:
         for features, targets, indices in loader:
             step, plan = mark.num_steps, model.plan
@@ -270,7 +275,7 @@ def _train(order: Order, diary: Diary) -> None:
         if order.is_last and mark.num_steps:
             break
     snapshot.close()
-    diary.note("weights", weights=torch.cat([weight.flatten() for weight in net.parameters()]).tolist())
+    diary.note("weights", weights=flat(net).tolist())
 
 
 def end_with_parent() -> ctypes.CDLL:

@@ -12,6 +12,7 @@ import argparse
 import json
 import queue
 import re
+import shutil
 import signal
 import statistics
 import sys
@@ -30,6 +31,7 @@ from benchmarks.chaos.launch import Ground, available, run_launch
 from cannikin.words import percent
 
 PER_CHAIN = 10
+EXACT = 1e-9  # weights that are further off are wrong, not rounded; all that such a chain wrote is kept beside --out
 Line = dict[str, Any]
 
 
@@ -44,7 +46,7 @@ class Chaos:
 
     def __init__(self, *, num_faults: int, seed: int, out: Path, has: frozenset[str], only: str = "") -> None:
         self._seed, self._out, self._has, self._only = seed, out, has, only
-        self.lines: list[Line] = launching_lines(out, seed)
+        self.lines: list[Line] = finished_lines(out, seed)
         done = {line["chain"] for line in self.lines if line["what"] == "chain"}
         self._chains: queue.Queue[tuple[int, int]] = queue.Queue()
         for number in range(-(-num_faults // PER_CHAIN)):
@@ -106,8 +108,11 @@ class Chaos:
             pending = [(index, which) for which in range(len(chain.launches[index].faults))]
         if any(status != 0 for status in ended.statuses):
             self._write("chain", number, failed=self._said(ground, index, range(len(ended.statuses))))
-        else:
-            self._write("chain", number, **judge.judge_chain(chain, launches))
+            return
+        judged = judge.judge_chain(chain, launches)
+        self._write("chain", number, **judged)
+        if max(judged["weights_off"], *judged["loads_off"]) > EXACT or judged["lost"] or judged["repeated"]:
+            shutil.copytree(ground.folder, self._out.with_name(f"{self._out.stem}-chain{number}"), dirs_exist_ok=True)
 
     @staticmethod
     def _said(ground: Ground, launch: int, ranks: Iterable[int]) -> dict[int, str]:
@@ -126,12 +131,17 @@ class Chaos:
         done = sum(line["what"] == "fault" for line in self.lines)
         full = round(30 * done / self._num_faults)
         elapsed_s = time.monotonic() - self._start_s
-        bad = sum(1 for line in self.lines if line.get("hung") or line.get("lost") or line.get("repeated"))
+        bad = sum(1 for line in self.lines if line.get("hung") or _is_wrong(line))
         bar = f"{'#' * full}{'.' * (30 - full)} {done}/{self._num_faults} faults, {bad} bad, {elapsed_s:.0f} s"
         print(f"\r{bar}", end="", file=sys.stderr, flush=True)
 
 
-def launching_lines(out: Path, seed: int) -> list[Line]:
+def _is_wrong(line: Line) -> bool:
+    off = max([line.get("weights_off", 0.0), *line.get("loads_off", ())])
+    return bool(line.get("lost") or line.get("repeated") or "failed" in line or off > EXACT)
+
+
+def finished_lines(out: Path, seed: int) -> list[Line]:
     """Return the lines of chains that an earlier run has finished."""
     lines = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     whole = {line["chain"] for line in lines if line["what"] == "chain" and line["seed"] == seed}
@@ -182,7 +192,7 @@ def _part(messages: list[Line], name: str) -> str:
 def _totals(lines: list[Line]) -> list[str]:
     chains = [line for line in lines if line["what"] == "chain"]
     whole = [line for line in chains if "failed" not in line]
-    off = [line["weights_off"] for line in whole]
+    off = [value for line in whole for value in (line["weights_off"], *line.get("loads_off", ()))]
     missed = sum(line["what"] == "fault" and not line["struck"] for line in lines)
     silent = [fault for fault in lines if fault.get("kind") in ("stop for ever", "network lost for ever")]
     waits = [message for fault in silent for message in fault.get("messages", ())]
@@ -197,7 +207,8 @@ def _totals(lines: list[Line]) -> list[str]:
         f"{sums['nan_steps']} steps with NaN left out.",
         f"Of {len(waits)} ranks that waited for one that was silent, {sum(wait['warned'] for wait in waits)} had said "
         "for which, before the limit.",
-        f"Weights against one process, undisturbed or on the committed steps: at most {max(off, default=0.0):.1e} off.",
+        "Weights against one process, undisturbed or on the committed steps, at the start of every launch and at the "
+        f"end: at most {max(off, default=0.0):.1e} off.",
     ]
 
 
