@@ -131,6 +131,14 @@ def test_curves_near_the_split_in_force_are_what_programs_get(learned):
     assert told["communication_ms"]["tails"] == pytest.approx([30.0, 12.0, 4.0], rel=0.1)
 
 
+def test_a_cluster_that_ranks_have_left_and_joined_is_plain_types_too(learned):
+    changed = learned.plus(learned.like("t4")).without(1)
+    told = json.loads(json.dumps(changed.as_dict(), allow_nan=False))
+    assert [rank["rank"] for rank in told["ranks"]] == [0, 2, 3, None]
+    assert told["communication_ms"]["num_ranks"] == 4
+    assert told["local_batches"] == list(learned.local_batches), "what is in force now"
+
+
 def test_bounds_that_memory_has_set_are_learned_too():
     job = Job(num_ranks=4, batch_size=TOTAL)
     planner, rng = Controller(job), np.random.default_rng(0)

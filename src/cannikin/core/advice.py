@@ -68,6 +68,11 @@ class LearnedRank:
         """The smallest and the largest local batch that was measured."""
         return round(float(self.history[0].min())), round(float(self.history[0].max()))
 
+    @property
+    def usual_batch(self) -> int:
+        """The local batch that was measured most."""
+        return round(float(self.history[0, self.history[3].argmax()]))
+
     def reaches(self, local_batch: int) -> bool:
         """Return whether a local batch is so near to what was measured that the planner would go there at once."""
         smallest, largest = self.measured_batches
@@ -139,7 +144,7 @@ class LearnedCluster:
         ranks: what was learned of each.
         tails_s: C_j, all-reduce time of bucket j and every later one between all these ranks, seconds, [J].
         batch_size, max_batch_size: the job's initial batch B0, and what it may grow to; None where it stays.
-        local_batches: the split now in force.
+        local_batches: the split now in force, over the run's own ranks.
         noise: the gradient noise; None where it is not measured.
         slowdown: measured over modelled step time: scatter makes the slowest of n ranks slower than each is alone.
         time_noise: relative scatter of one step's time.
@@ -297,19 +302,20 @@ class LearnedCluster:
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything in plain types that JSON can hold, times in milliseconds: the form of `docs/reference`."""
-        scale, (low, high) = (
-            (math.nan, (0.0, math.inf)) if self.noise is None else (self.noise.noise_scale, self.noise.limits)
-        )
+        noise = self.noise or Noise(signal_sqnorm=math.nan, noise_trace=math.nan)
+        own = list(self.local_batches)
+        if [rank.rank for rank in self.ranks] != list(range(len(own))):  # ranks have left or joined
+            own = [rank.usual_batch for rank in self.ranks]
         return {
             "batch_size": self.batch_size,
             "max_batch_size": self.max_batch_size,
             "total_batch": self.total_batch,
             "local_batches": list(self.local_batches),
-            "noise_scale": _finite(scale),
-            "noise_scale_limits": [_finite(low), _finite(high)],
+            "noise_scale": _finite(noise.noise_scale),
+            "noise_scale_limits": [_finite(limit) for limit in noise.limits],
             "slowdown": self.slowdown,
             "communication_ms": {"num_ranks": self.num_ranks, "tails": (self.tails_s * 1e3).tolist()},
-            "ranks": [rank.as_dict(batch) for rank, batch in zip(self.ranks, self.local_batches, strict=True)],
+            "ranks": [rank.as_dict(batch) for rank, batch in zip(self.ranks, own, strict=True)],
         }
 
 

@@ -56,13 +56,10 @@ class _Measured:
         self.recent.append(record)
         rows = zip(batches, record.before_ms, record.backward_ms, strict=False)
         for rank, (batch, before_ms, backward_ms) in enumerate(rows):
-            if (
-                before_ms is not None
-                and backward_ms is not None
-                and all(0 < t < MOST for t in (before_ms, backward_ms))
-            ):
+            seconds = [ms / 1e3 for ms in (before_ms, backward_ms) if ms is not None and 0 < ms < MOST]
+            if len(seconds) == 2:
                 level = len(self.levels.get(rank, ()))
-                self.times[rank, level, batch].append((before_ms / 1e3, backward_ms / 1e3, record.num_valid))
+                self.times[rank, level, batch].append((seconds[0], seconds[1], record.num_valid))
 
     def note(self, event: EventRecord) -> None:
         """Take in what an event says of a rank."""
