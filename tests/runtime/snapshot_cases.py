@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import signal
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 from torch.utils.data import Dataset
 
 import cannikin
+from cannikin.runtime import ending
 
 NUM_SAMPLES = 46
 
@@ -152,6 +155,56 @@ def accumulate(rank: int, world_size: int, folder: str) -> Any:
         taken += [int(training.snapshot.last["step"])] if training.snapshot.last else []
     training.snapshot.close()
     return sorted(set(taken))
+
+
+def two_models(rank: int, world_size: int, folder: str, is_second: bool) -> Any:
+    """Save two models and an average of weights; say what is saved, and what a second start that names more loads."""
+    training = Recording(folder + "-unused")
+    training.snapshot.close()
+    critic = torch.nn.Linear(1, 1)
+    steps = torch.optim.SGD(critic.parameters(), lr=0.1)
+    follower = cannikin.HeteroDataParallel(critic, steps, follows=training.model)
+    average = torch.optim.swa_utils.AveragedModel(training.net)
+    named = {"model_again": training.model, "optimizers": [training.optimizer], "critic": follower, "average": average}
+    if is_second:
+        named["more"] = torch.nn.Linear(1, 1)
+    with torch.no_grad():
+        critic.weight.fill_(-1.0 if is_second else 7.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        snapshot = cannikin.Snapshot(folder, training.model, every_s=None, **named)
+    snapshot.save()
+    for _, x in training.loader:
+        training.model(x).square().mean().backward()
+        training.optimizer.step()
+    snapshot.close()
+    return sorted(snapshot.names), critic.weight.item(), [str(warning.message) for warning in caught]
+
+
+def stuck(rank: int, world_size: int, folder: str) -> Any:
+    """Wait for something that never comes, after SIGTERM."""
+    ending._PATIENCE_S = 0.5
+    Recording(folder)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(50)
+
+
+def bad_disk(rank: int, world_size: int, folder: str, is_full: bool) -> Any:
+    """Train on a disk that is full, or slow, and say which steps were saved and what was warned of."""
+
+    def fsync(descriptor: int) -> None:
+        if is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        time.sleep(0.5)
+
+    os.fsync = fsync  # type: ignore[assignment]
+    training = Recording(folder)
+    training.snapshot.wait = lambda: None  # type: ignore[method-assign]  # steps are faster than this disk
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        training.train(2)
+        training.snapshot.close()
+    return training.num_steps, os.listdir(folder), [str(warning.message) for warning in caught]
 
 
 def refuse(rank: int, world_size: int, folder: str) -> Any:

@@ -4,8 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ranks import run_ranks
-from snapshot_cases import NUM_SAMPLES, accumulate, names, own_folders, refuse, run, seed_unlike, told_to_end
+from ranks import run_ranks, run_ranks_with_errors
+from snapshot_cases import (
+    NUM_SAMPLES,
+    accumulate,
+    bad_disk,
+    names,
+    own_folders,
+    refuse,
+    run,
+    seed_unlike,
+    stuck,
+    told_to_end,
+    two_models,
+)
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -97,6 +109,29 @@ def test_generators_that_a_script_seeds_unlike_stay_unlike_and_do_not_begin_agai
 def test_no_snapshot_is_taken_while_gradients_pile_up(tmp_path):
     taken, others = run_ranks(accumulate, 2, str(tmp_path))
     assert (taken, others) == ([3], []), "six batches, and one optimizer step that another batch follows"
+
+
+def test_a_second_model_is_saved_with_its_optimizer_and_an_object_named_later_begins_afresh(tmp_path):
+    ((names_saved, _, _),) = run_ranks(two_models, 1, str(tmp_path / "run"), False)
+    own = ["average", "critic.engine", "critic.model", "critic.optimizer", "engine", "loader", "model", "optimizer"]
+    assert names_saved == own
+    ((_, weight, warned),) = run_ranks(two_models, 1, str(tmp_path / "run"), True)
+    assert weight == 7.0
+    assert ["has no 'more': it begins afresh" in text for text in warned] == [True]
+
+
+def test_a_rank_that_comes_to_no_step_leaves_at_sigterm_all_the_same(tmp_path):
+    assert run_ranks_with_errors(stuck, 1, str(tmp_path)) == {0: ("died", "exit code 143")}
+
+
+def test_a_slow_disk_gets_fewer_snapshots_and_a_full_one_costs_only_these(tmp_path):
+    ((num_steps, saved, warned),) = run_ranks(bad_disk, 1, str(tmp_path / "slow"), False)
+    assert (num_steps, warned) == (12, [])
+    assert 1 <= len(saved) <= 2
+    ((num_steps, saved, warned),) = run_ranks(bad_disk, 1, str(tmp_path / "full"), True)
+    assert (num_steps, saved) == (12, [])
+    assert all("could not be written" in text and "No space left" in text for text in warned)
+    assert warned
 
 
 def test_a_folder_that_rank_0_cannot_write_is_an_error_on_every_rank(tmp_path):

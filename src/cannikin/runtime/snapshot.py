@@ -26,6 +26,7 @@ from cannikin._version import __version__
 from cannikin.core.cutting import whole_number
 from cannikin.errors import DisagreementError, InvalidInputError, StateError
 from cannikin.runtime.ending import EXIT_STATUS, Ending
+from cannikin.runtime.engine import Engine
 from cannikin.runtime.passes import engine_of
 from cannikin.runtime.profile_store import model_key
 from cannikin.runtime.randomness import digest, get_randomness, set_randomness
@@ -130,8 +131,8 @@ class Snapshot:
             raise InvalidInputError("the model has no loader yet, whose place a Snapshot saves: build the loader first")
         if self._loop.watcher is not None:
             raise InvalidInputError("this model has a Snapshot already: name all that is to be saved in one")
-        self._objects = _by_name({**engine.parts(), **objects})
-        self._identity = _identity(self._objects)
+        self._objects = _by_name(engine, objects)
+        self._identity = _identity(self._objects["model"])
         self._host = HostRow()
         self._writer = ThreadPoolExecutor(1, "cannikin-snapshot")
         self._writing: Future[None] | None = None
@@ -176,6 +177,11 @@ class Snapshot:
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+    @property
+    def names(self) -> list[str]:
+        """What is saved, by name."""
+        return list(self._objects)
 
     # Loading.
 
@@ -400,35 +406,32 @@ class Snapshot:
         self.close()
 
 
-def _by_name(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all objects with a state, by name, each once: parts of models, and entries of lists."""
+def _by_name(engine: Engine, objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all objects with a state, by name, each once: a model's parts, and the entries of lists."""
     found: dict[str, Any] = {}
 
     def add(name: str, value: Any) -> None:
         if isinstance(value, list | tuple):
             for number, part in enumerate(value):
                 add(name if len(value) == 1 else f"{name}.{number}", part)
-            return
-        engine = getattr(value, "engine", None)
-        if isinstance(value, torch.nn.Module) and engine is not None and value is not objects["model"]:
-            for label, part in engine.parts().items():
-                if part is not None and label != "loader":
-                    add(f"{name}.{label}", part)
-            return
-        if any(value is other for other in found.values()):
-            return
-        if not (callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))):
+        elif not (callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))):
             raise InvalidInputError(
                 f"{name} is a {type(value).__name__}: a snapshot takes objects with state_dict() and load_state_dict()"
             )
-        found[name] = value
+        elif all(value is not other for other in found.values()):
+            found[name] = value
 
-    for name, value in objects.items():
-        add(name, value)
+    for name, value in {**engine.parts(), **objects}.items():
+        other = getattr(value, "engine", value)
+        if isinstance(other, Engine) and other is not engine:  # a second model, which trains on the first one's batches
+            for label, part in other.parts().items():
+                if part is not None:
+                    add(f"{name}.{label}", part)
+        elif other is value or not isinstance(other, Engine):
+            add(name, value)
     return found
 
 
-def _identity(objects: Mapping[str, Any]) -> str:
+def _identity(module: torch.nn.Module) -> str:
     """Return what tells the files of one model from those of another, as 16 hexadecimal digits."""
-    keys = [model_key(part, scaled=False) for part in objects.values() if isinstance(part, torch.nn.Module)]
-    return hashlib.blake2b(json.dumps(keys).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(model_key(module, scaled=False).encode(), digest_size=8).hexdigest()

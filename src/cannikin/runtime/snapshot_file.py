@@ -259,8 +259,9 @@ class HostRow:
 
     def before_update(self) -> None:
         """Let the device finish the copies before what it is told from now on; the host does not wait."""
-        if self._copied is not None and self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_event(self._copied)
+        copied = self._copied  # the thread that writes takes it away once it has passed
+        if copied is not None and self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(copied)
 
     def wait(self) -> None:
         """Wait until all is copied."""
