@@ -22,6 +22,7 @@ BENCHMARKS = {
     "overhead": "overhead",
     "paper": "paper.evaluate",
     "resuming": "resuming",
+    "returning": "returning",
     "runlog_size": "runlog_size",
     "settling": "settling",
     "snapshot": "snapshot",
