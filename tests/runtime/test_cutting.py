@@ -254,3 +254,14 @@ def test_a_seed_is_a_whole_number_of_63_bits(seed):
 def test_an_epoch_is_a_whole_number(epoch):
     with pytest.raises(InvalidInputError, match="epoch="):
         bookmark().set_epoch(epoch)
+
+
+@pytest.mark.parametrize(
+    "state", [7, None, [1], {"shards": 3}, {"epoch": 0.5}, {"position": float("nan")}, {"epoch": "x"}]
+)
+def test_what_is_no_state_of_a_loader_is_refused_as_such(state):
+    mark = Bookmark(num_samples=10, seed=0, shuffle=True)
+    whole = {**mark.state_dict(), **state} if isinstance(state, dict) else state
+    with pytest.raises(StateError):
+        mark.load_state_dict(whole)
+    assert mark.next == EpochState()

@@ -321,6 +321,8 @@ class Bookmark:
         """Take back what `state_dict` returned, on any number of ranks."""
         if self.underway:
             raise StateError("a state cannot be loaded during a pass over the data: load it before the loop")
+        if not isinstance(state, Mapping):
+            raise StateError(f"{state!r:.200} is no state of a loader: load what loader.state_dict() returned")
         missing = sorted({"epoch", "position", *self._identity} - set(state))
         if missing:
             raise StateError(f"the loader's state lacks {', '.join(missing)}: load what loader.state_dict() returned")
@@ -338,7 +340,7 @@ class Bookmark:
             high = None if length < 0 else length
             position = whole_number("saved position", state["position"], low=0, high=high)
             shards = tuple(whole_number("saved shards", number, low=0) for number in state.get("shards", ()))
-        except InvalidInputError as error:
+        except (InvalidInputError, TypeError) as error:
             raise StateError(f"{error}: the state is damaged or not of a loader") from None
         if position == length:  # saved by an older version at an epoch's last batch
             epoch, position = epoch + 1, 0

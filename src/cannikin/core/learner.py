@@ -22,6 +22,7 @@ from cannikin.core.fit import REACH, CurveFit, bucket_times, fit_curves, middle_
 from cannikin.core.loading import LoadHistory
 from cannikin.core.perf import Cluster, rescaled_tails, step_time
 from cannikin.core.planner import SpeedChange
+from cannikin.core.saved import LONG_S, number, table, whole
 from cannikin.core.values import BoolArray, FloatArray, IntArray, StepWindow
 from cannikin.errors import StateError
 
@@ -379,18 +380,28 @@ class Learner:
         """Take back what `state_dict` returned."""
         if state.get("num_ranks") != self.num_ranks:
             raise StateError(f"state of {state.get('num_ranks')} ranks loaded into a learner of {self.num_ranks}")
-        self.noise = float(state["noise"])
+        self.noise = number("noise", state["noise"], high=_LIMITS["_rank_noise"][1])
         if "loading" in state:  # older states have none
             self.loading.load_state_dict(state["loading"])
         state = {"_present": [0.0] * self.num_ranks, **state}  # older states have none
-        buckets = int(state["num_buckets"])
+        buckets = whole("num_buckets", state["num_buckets"])
         rows = len(state["_comm"]) // max(buckets, 1)
         shapes: dict[str, tuple[int, ...]] = {"_comm": (rows, buckets), "_gammas": (rows, self.num_ranks, buckets)}
         for name in _ARRAYS:
             shape = shapes.get(name, getattr(self, name).shape)
-            setattr(self, name, np.array(state[name], dtype=np.float64).reshape(shape))
+            setattr(self, name, table(name, state[name], shape, *_LIMITS[name], gaps=name == "_gammas"))
 
 
+_LIMITS = {  # of what can have been measured
+    "_present": (0.0, 1e12),
+    "_batches": (0.5, 1e12),
+    "_logs": (-30.0, 15.0),
+    "_weights": (0.0, 1e12),
+    "_cusum": (0.0, 1e6),
+    "_comm": (0.0, LONG_S),
+    "_gammas": (0.0, 1e3),
+    "_rank_noise": (0.0, 100.0),
+}
 _ARRAYS = ("_present", "_batches", "_logs", "_weights", "_cusum", "_comm", "_gammas", "_rank_noise")
 _RANK_AXES = {"_present": 0, "_batches": 0, "_logs": 1, "_weights": 1, "_cusum": 1, "_rank_noise": 0}
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from cannikin.core.perf import Curve
+from cannikin.core.saved import LONG_S, table
 from cannikin.core.values import BoolArray, StepWindow
 
 _WAITS = 0.2  # a wait counts from this share of the interval, in most steps of a window: handing over may take 15%
@@ -112,5 +113,5 @@ class LoadHistory:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` returned."""
         shape = self._batches.shape
-        self._batches = np.array(state["batches"], dtype=np.float64).reshape(shape)
-        self._seconds = np.array(state["seconds"], dtype=np.float64).reshape(shape)
+        self._batches = table("batches", state["batches"], shape, high=1e12)
+        self._seconds = table("seconds", state["seconds"], shape, high=LONG_S)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from cannikin.core.saved import number, whole, whole_numbers
 from cannikin.core.values import FloatArray, StepWindow
 from cannikin.errors import StateError
 
@@ -92,12 +93,15 @@ class SizeHistory:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` returned."""
-        self.cost_steps, self._num_seen = float(state["cost_steps"]), int(state["num_seen"])
+        self.cost_steps = number("cost_steps", state["cost_steps"])
+        self._num_seen = whole("num_seen", state["num_seen"])
         if len(state["sizes"]) != len(self._sizes):
             raise StateError(f"sizes of {len(state['sizes'])} ranks loaded into a history of {len(self._sizes)}")
-        self._sizes = [{int(size) for size in sizes} for sizes in state["sizes"]]
+        self._sizes = [set(whole_numbers("sizes", sizes)) for sizes in state["sizes"]]
         first = state["first"]
-        self._first = None if first is None else ([int(batch) for batch in first[0]], float(first[1]))
+        if first is not None and len(first[0]) != len(self._sizes):
+            raise StateError(f"saved first={first!r:.200} is not of {len(self._sizes)} ranks: the state is damaged")
+        self._first = None if first is None else (whole_numbers("first", first[0]), number("first", first[1]))
 
 
 def _intervals(window: StepWindow) -> FloatArray:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from cannikin.core import policies
 from cannikin.core.devices import DeviceId, find_origins
+from cannikin.core.lr import Progress
 from cannikin.core.planner import DevicePlanner, Planner
 from cannikin.core.policies import plans
 from cannikin.core.policies.cannikin import Controller
 from cannikin.core.prior import DataSheet
 from cannikin.core.profiles import Profile
+from cannikin.core.saved import number, whole
 from cannikin.core.values import Job
-from cannikin.errors import InvalidInputError
+from cannikin.errors import InvalidInputError, StateError
 from cannikin.runlog import RankInfo
 from cannikin.runtime.loop import Loop
 from cannikin.runtime.memory import state_bytes
@@ -115,6 +118,32 @@ def restore_planner(
             saved_s=float(state.get("saved_s", 0.0)),
         )
     planner.load_state_dict(state["planner"], origins)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineState:
+    """What an engine saves beside its planner's state."""
+
+    progress: Progress
+    num_steps: int
+
+
+def read_engine_state(state: dict[str, Any]) -> EngineState:
+    """Return what `Engine.state_dict` saved, checked; raise StateError where it is damaged."""
+    with plans.restoring("cannikin engine"):
+        batches = number("progress", state["progress"])
+        progress = Progress(
+            batches=batches,
+            steps=number("optimizer_steps", state.get("optimizer_steps", batches)),
+            forgone=number("forgone", state.get("forgone", 0.0)),
+        )
+        for name in ("batch_size", "pass_steps"):  # older states have neither
+            if state.get(name) is not None:
+                whole(name, state[name], 1)
+        number("saved_s", state.get("saved_s", 0.0))
+        if not isinstance(state["planner"], dict | None):
+            raise StateError(f"saved planner={state['planner']!r:.200} is no state: load what state_dict() returned")
+        return EngineState(progress=progress, num_steps=whole("num_steps", state.get("num_steps", 0)))
 
 
 def batch_ratio(state: dict[str, Any], job: Job) -> float:

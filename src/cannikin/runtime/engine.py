@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cannikin.core.advice import LearnedCluster
 from cannikin.core.cutting import whole_number
-from cannikin.core.lr import Progress, rule_name
+from cannikin.core.lr import rule_name
 from cannikin.core.policies.cannikin import Controller
 from cannikin.core.profiles import Profile
 from cannikin.core.values import Job, Plan
@@ -35,6 +35,7 @@ from cannikin.runtime.binding import (
     give_loader,
     make_planner,
     policy_name,
+    read_engine_state,
     restore_planner,
 )
 from cannikin.runtime.coordinator import Coordinator, Unplanned
@@ -284,16 +285,16 @@ class Engine:
         """Take back what `state_dict` returned, on every rank, and on another number of them too."""
         if not isinstance(state, dict) or state.get("version") != 1:
             raise StateError("not the state of a cannikin engine of version 1: load what engine.state_dict() returned")
-        batches = float(state["progress"])
-        steps, forgone = float(state.get("optimizer_steps", batches)), float(state.get("forgone", 0.0))
-        self._update.restore(Progress(batches=batches, steps=steps, forgone=forgone))
-        self._recorder.resume(int(state.get("num_steps", 0)) - self.loop.queue.num_taken)
-        self._restored = state if state["planner"] is not None else None
-        coordinator = self.loop.coordinator
-        if self._restored is not None and isinstance(coordinator, Coordinator):
-            self._update.restore(self._update.progress.times(batch_ratio(state, coordinator.schedule.job)))
+        saved = read_engine_state(state)
+        progress, coordinator = saved.progress, self.loop.coordinator
+        if state["planner"] is not None and isinstance(coordinator, Coordinator):
             restore_planner(coordinator.planner, state, self._ranks, self._profiles)
+            progress = progress.times(batch_ratio(state, coordinator.schedule.job))
             coordinator.begin_again()
+        # Nothing has been changed before: a state that is refused leaves all as it was.
+        self._update.restore(progress)
+        self._recorder.resume(saved.num_steps - self.loop.queue.num_taken)
+        self._restored = state if state["planner"] is not None else None
 
     # For users.
 

@@ -25,6 +25,7 @@ from cannikin.core.planner import Decision, SpeedChange
 from cannikin.core.policies import plans
 from cannikin.core.prior import DataSheet, first_shares
 from cannikin.core.profiles import Profile, load_profiles, profile_caps, save_profiles
+from cannikin.core.saved import number, whole, whole_numbers
 from cannikin.core.sizes import SizeHistory
 from cannikin.core.split import SplitSolver
 from cannikin.core.values import NO_MAX, Job, Plan, Split, StepWindow
@@ -418,8 +419,9 @@ class Controller:
             load_profiles(learner, profiles)
             for rank, before in enumerate(was):
                 if before is not None and "max_batch" in state:  # older states have none
-                    caps[rank] = int(state["max_batch"][before])
-            excess, steady_since = float(state["excess"]), int(state.get("steady_since", 0))
+                    caps[rank] = whole("max_batch", state["max_batch"][before], 1, NO_MAX)
+            excess = number("excess", state["excess"], -20.0, 20.0)
+            steady_since = whole("steady_since", state.get("steady_since", 0), -1)
             self._noise.load_state_dict(state["noise"])  # all or nothing
         self._learner, self._sizes, self._caps = learner, sizes.with_ranks(was), caps
         self._excess, self._steady_since = excess, steady_since
@@ -458,7 +460,7 @@ def _saved_plan(state: dict[str, Any]) -> tuple[Plan, str, SizeHistory]:
         sizes.load_state_dict(state["sizes"])
     ran = state.get("ran")
     if ran is not None and any(b > most for b, most in zip(plan.local_batches, sizes.largest, strict=True)):
-        batches = tuple(int(batch) for batch in ran)
+        batches = tuple(whole_numbers("ran", ran, 1, NO_MAX))
         plan = plans.make_plan(plan.first_step, batches, reason="resumed with the last split that has run")
         phase = "even" if phase == "guess" else phase
     return plan, phase, sizes

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from cannikin.core.perf import Cluster, Curve
+from cannikin.core.saved import LONG_S, number, whole, whole_numbers
 from cannikin.core.split import optimal_split
-from cannikin.core.values import FloatArray, IntArray, Job, Plan, StepWindow
+from cannikin.core.values import NO_MAX, FloatArray, IntArray, Job, Plan, StepWindow
 from cannikin.errors import StateError
 
 
@@ -90,7 +91,11 @@ def load_plan(state: dict[str, Any]) -> Plan:
     """Take back what `save_plan` returned, of any job; call it inside `restoring`."""
     names = {each.name for each in fields(Plan)}  # older states have more
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in state.items() if k in names}
-    return Plan(**values)
+    whole_numbers("local_batches", state["local_batches"], 1, NO_MAX)
+    whole("first_step", values["first_step"])
+    if values.get("predicted_step_s") is not None:
+        number("predicted_step_s", values["predicted_step_s"], high=LONG_S)
+    return Plan(**{**values, "reason": str(values.get("reason", ""))})
 
 
 def resumed_plan(state: dict[str, Any], job: Job) -> Plan:
@@ -119,6 +124,6 @@ def restoring(what: str) -> Iterator[None]:
         yield
     except StateError:
         raise
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         text = f"not the state of a {what} ({type(error).__name__}: {error}): load what state_dict() returned"
         raise StateError(text) from error
