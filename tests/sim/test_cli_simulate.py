@@ -122,6 +122,8 @@ DAMAGES = {
     "a time is nothing": lambda window: window["backward_ms"].__setitem__(0, 0.0),
     "a time is negative": lambda window: window["before_ms"].__setitem__(0, -5.0),
     "a step takes no time": lambda window: window.update(step_ms=0.0),
+    "a step takes next to no time": lambda window: window.update(step_ms=5e-324),
+    "a time is next to nothing": lambda window: window["backward_ms"].__setitem__(0, 5e-324),
     "a step takes less than no time": lambda window: window.update(step_ms=-1.0),
     "a number of steps is enormous": lambda window: window.update(num_valid=10**40),
 }

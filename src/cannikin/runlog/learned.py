@@ -24,7 +24,7 @@ from cannikin.core.planner import Noise
 from cannikin.core.values import NO_MAX, FloatArray, IntArray, StepWindow
 from cannikin.errors import RunLogError
 from cannikin.runlog.convert import replay_window
-from cannikin.runlog.records import MOST, EventRecord, Header, NoiseRecord, Record, WindowRecord
+from cannikin.runlog.records import LEAST_MS, MOST, EventRecord, Header, NoiseRecord, Record, WindowRecord
 
 _RECENT = 50  # windows with one local batch, or with full steps, that count
 _MOST_SIZES = 8  # local batches of one rank that are looked at
@@ -56,7 +56,7 @@ class _Measured:
         self.recent.append(record)
         rows = zip(batches, record.before_ms, record.backward_ms, strict=False)
         for rank, (batch, before_ms, backward_ms) in enumerate(rows):
-            seconds = [ms / 1e3 for ms in (before_ms, backward_ms) if ms is not None and 0 < ms < MOST]
+            seconds = [ms / 1e3 for ms in (before_ms, backward_ms) if ms is not None and LEAST_MS < ms < MOST]
             if len(seconds) == 2:
                 level = len(self.levels.get(rank, ()))
                 self.times[rank, level, batch].append((seconds[0], seconds[1], record.num_valid))
@@ -212,7 +212,7 @@ def _slowdown(records: Iterable[WindowRecord], model: ModelFit) -> float:
     """Return how much longer these windows' steps took than the model says, in the median."""
     ratios = []
     for record in records:
-        if record.step_ms is not None and 0 < record.step_ms < MOST:
+        if record.step_ms is not None and LEAST_MS < record.step_ms < MOST:
             waits_ms = (
                 0.0 if record.loader_inside else float(np.median([ms or 0.0 for ms in record.loader_ms] or [0.0]))
             )

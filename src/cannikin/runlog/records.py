@@ -12,7 +12,7 @@ import msgspec
 FORMAT = "cannikin-runlog"
 VERSION = 1
 RUNLOG_NAME = "runlog.jsonl"  # in the run directory
-MOST = 1e15  # beyond it, a number of a damaged log is no time and no batch
+LEAST_MS, MOST = 1e-9, 1e15  # outside of these, a number of a damaged log is no time, and above no batch
 
 Real = float | None
 Reals = tuple[float | None, ...]

@@ -18,7 +18,7 @@ from cannikin.core.perf import Curve
 from cannikin.core.values import NO_MAX, FloatArray, StepWindow
 from cannikin.errors import RunLogError
 from cannikin.runlog import RunLog, WindowRecord, replay_window
-from cannikin.runlog.records import MOST
+from cannikin.runlog.records import LEAST_MS, MOST
 from cannikin.sim.hardware import Machine
 
 _SKIPPED = 1  # windows at a run's start that hold its warm-up
@@ -136,7 +136,7 @@ def _is_whole(record: WindowRecord, num_ranks: int) -> bool:
     """Return whether a record has possible times and batches of all ranks."""
     lists = (record.local_batches, record.before_ms, record.backward_ms)
     times = (*record.before_ms, *record.backward_ms, record.step_ms)
-    possible = all(time_ms is not None and 0 < time_ms < MOST for time_ms in times)
+    possible = all(time_ms is not None and LEAST_MS < time_ms < MOST for time_ms in times)
     sizes = all(1 <= batch < MOST for batch in record.local_batches) and 0 < record.num_valid < MOST
     return possible and sizes and {len(values) for values in lists} == {num_ranks}
 
