@@ -44,6 +44,23 @@ def clip_sum(model: nn.Module, batch: Any) -> torch.Tensor:
     return loss if isinstance(model, HeteroDataParallel) else loss / dist.get_world_size()
 
 
+class GatheringTowers(Towers):
+    """Gathers in its forward, by the engine that it is given, as MoCo's builder does."""
+
+    engine: Any = None
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        left, right = super().forward(x, y)
+        every, numbers = (right, torch.arange(len(x))) if self.engine is None else self.engine.all_gather(right)
+        return cross_entropy(5 * left @ every.T, numbers)
+
+
+def loss_inside(model: nn.Module, batch: Any) -> torch.Tensor:
+    if isinstance(model, HeteroDataParallel):
+        model.module.engine = model.engine
+    return model(*batch)
+
+
 class Projected(nn.Module):
     """One encoder."""
 
@@ -101,6 +118,7 @@ CASES = {
     "clip, a sum": Case(net=Towers, loss=clip_sum, keywords={"weighting": "none"}),
     "clip, loader": Case(net=Towers, loss=clip_loss, feed=Loaded(totals=(12, 16, 14))),
     "clip, a rank with zero samples": Case(net=Towers, loss=clip_loss, feed=Told(idle=True)),
+    "clip, gathered in forward": Case(net=GatheringTowers, loss=loss_inside, feed=Loaded(totals=(12, 16, 14))),
     "simclr": Case(net=Projected, loss=simclr_loss, feed=Loaded(totals=(12, 16, 14))),
     "a centre with gradient": Case(net=Projected, loss=centred_loss),
     "a centre with gradient, loader": Case(net=Projected, loss=centred_loss, feed=Loaded(totals=(12, 16, 14))),
