@@ -132,6 +132,11 @@ class Checkpointed(nn.Module):
         return torch.tanh(self.first(x))
 
 
+def nested() -> nn.Module:
+    """A network that is under plain DDP already."""
+    return DistributedDataParallel(mlp())
+
+
 class Complex(nn.Module):
     """Its output is complex."""
 
@@ -715,6 +720,7 @@ MORE_CASES: dict[str, Case] = {
     "two forwards before a backward, loss weighting": Case(loss=twofold_loss, keywords={"weighting": "loss"}),
     "checkpoints": Case(net=partial(Checkpointed, use_reentrant=False)),
     "reentrant checkpoints": Case(net=partial(Checkpointed, use_reentrant=True)),
+    "a plain DDP inside": Case(net=nested),
     "two optimizers": Case(optimizer=both),
     "loader, two optimizers, accumulation": Case(
         optimizer=both, feed=Loaded(totals=(12, 16, 14), length=120, num_batches=60), loop=accumulating_loop
