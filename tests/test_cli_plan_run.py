@@ -282,6 +282,13 @@ def test_no_run_at_all_is_one_sentence(tmp_path):
     assert "runlog.jsonl: cannot be read" in refusal(tmp_path)
 
 
+def test_a_cluster_file_may_have_a_name_without_an_ending(tmp_path):
+    example = Path(__file__).parent.parent / "examples" / "clusters" / "three-kinds.toml"
+    path = tmp_path / "cluster"
+    path.write_bytes(example.read_bytes())
+    assert answer(path, "--batch", 64)["total_batch"] == 64
+
+
 def test_devices_are_added_to_runs_only():
     example = Path(__file__).parent.parent / "examples" / "clusters" / "three-kinds.toml"
     assert "in a cluster file, write another [[node]]" in refusal(example, "--batch", "64", "--add", "t4")

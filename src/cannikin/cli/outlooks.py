@@ -47,8 +47,8 @@ class Choice:
 
 
 def is_run(path: Path) -> bool:
-    """Return whether a path names a run rather than a cluster file."""
-    return path.is_dir() or path.suffix in ("", ".jsonl")
+    """Return whether a path names a run rather than a cluster file, which may have any name."""
+    return path.is_dir() or path.suffix == ".jsonl" or not (path.suffix or path.exists())
 
 
 def parse_add(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
