@@ -112,13 +112,23 @@ def test_a_new_device_begins_by_its_data_sheet_beside_the_known_ones() -> None:
     assert new == pytest.approx(0.5**0.8 * one, rel=0.25)
 
 
-def test_a_device_of_which_nothing_is_known_begins_as_the_middle_one_and_is_soon_found_out() -> None:
+@pytest.mark.parametrize("speed", [100, 30, 10])
+def test_a_device_of_which_nothing_is_known_begins_as_the_middle_one_and_is_soon_found_out(speed: float) -> None:
     planner = learned().with_rank(None)
     batches = first_plan(planner)
     assert batches[3] == pytest.approx(batches[1], abs=2)
-    cluster = cluster_of((68, 43, 17, 100))
+    cluster = cluster_of((68, 43, 17, speed))
     plan = Training(planner, Job(num_ranks=4, batch_size=TOTAL), np.random.default_rng(0)).run(cluster, 20, noise=0.03)
     assert excess(cluster, plan.local_batches) < 0.03
+
+
+@pytest.mark.parametrize("factor", [0.6, 1.4, 2.0])
+def test_a_second_device_of_a_kind_that_is_slower_or_faster_than_the_first_is_soon_found_out(factor: float) -> None:
+    planner = learned().with_rank(1)
+    planner = planner.with_ranks([3, 0, 1, 2])  # before it was measured
+    cluster = cluster_of((43 / factor, 68, 43, 17))
+    training = Training(planner, Job(num_ranks=4, batch_size=TOTAL), np.random.default_rng(0))
+    assert excess(cluster, training.run(cluster, 20, noise=0.03).local_batches) < 0.03
 
 
 def test_caps_of_memory_travel_with_devices_until_a_rank_knows_its_own() -> None:

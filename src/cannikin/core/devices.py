@@ -153,6 +153,7 @@ def suppose_unknown(learner: Learner, unknown: Sequence[int], sheets: Sequence[D
             ratio = ratios[like]
         batches, *others = tables[like]
         learner.fill(rank, np.stack([np.maximum(batches * ratio, 1.0), *others]))
+        learner.doubt(rank)
 
 
 def _seconds_per_sample(table: Any) -> float:

@@ -79,6 +79,7 @@ class Learner:
         self._cusum = np.zeros((2, num_ranks))
         self._comm = np.zeros((0, 0))
         self._gammas = np.zeros((0, num_ranks, 0))
+        self._doubted: set[int] = set()  # ranks whose curve is another device's: see `doubt`
 
     def observe(self, window: StepWindow) -> tuple[SpeedChange, ...]:
         """Take in one window, without the steps marked invalid; return which ranks changed their speed in it."""
@@ -86,6 +87,7 @@ class Learner:
             return ()
         times = np.stack([window.before_s, window.ready_s[..., -1]])
         logs = np.log(np.where(window.valid, times, 1.0).clip(1e-9))
+        self._find_levels(window, logs)
         residuals, promised = self._residuals(window, logs)
         self._update_noise(window, logs)
         kept = np.minimum(self._weights, _NEVER_FORGOTTEN)
@@ -205,9 +207,30 @@ class Learner:
         for now, was in pairs:
             if now != first[was] and (table := self.history(was)).size:
                 other.fill(now, table)
+                other.doubt(now)
+        other._doubted |= {first[was] for was in self._doubted if was in first}
         if pairs:
             other._take_buckets(self, pairs)
         return other
+
+    def doubt(self, rank: int) -> None:
+        """Believe the shape of a rank's curve alone, which is another device's; its level is that of its first steps.
+
+        Else a device that is slower than its kind, with a batch beyond those of the curve, would look as if small
+        batches took it as long as large ones, and would keep its batch.
+        """
+        self._doubted.add(rank)
+
+    def _find_levels(self, window: StepWindow, logs: FloatArray) -> None:
+        """Give the curves of doubted ranks the level of their first steps."""
+        ranks = [rank for rank in self._doubted if window.valid[:, rank].any()]
+        if not ranks or not (self._weights.min(axis=0) > 0).any(axis=1).all():
+            return
+        for c, fit in enumerate(self._fits()):
+            residuals = logs[c] - np.log(fit.curve.at(window.local_batches))
+            for rank in ranks:
+                self._logs[c, rank] += np.median(residuals[window.valid[:, rank], rank])
+        self._doubted.difference_update(ranks)
 
     def _take_buckets(self, before: Learner, pairs: list[tuple[int, int]]) -> None:
         """Take over communication times and overlap ratios; of ranks that are in no (now, was) pair there are none."""
@@ -373,6 +396,7 @@ class Learner:
             "num_buckets": self._comm.shape[1],
             "noise": self.noise,
             "loading": self.loading.state_dict(),
+            "doubted": sorted(self._doubted),
             **arrays,
         }
 
@@ -383,7 +407,8 @@ class Learner:
         self.noise = number("noise", state["noise"], high=_LIMITS["_rank_noise"][1])
         if "loading" in state:  # older states have none
             self.loading.load_state_dict(state["loading"])
-        state = {"_present": [0.0] * self.num_ranks, **state}  # older states have none
+        state = {"_present": [0.0] * self.num_ranks, "doubted": [], **state}  # older states have none
+        self._doubted = {whole("doubted", rank) for rank in state["doubted"]} & set(range(self.num_ranks))
         buckets = whole("num_buckets", state["num_buckets"])
         rows = len(state["_comm"]) // max(buckets, 1)
         shapes: dict[str, tuple[int, ...]] = {"_comm": (rows, buckets), "_gammas": (rows, self.num_ranks, buckets)}
