@@ -51,6 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--parameters", type=float, default=100e6)
     parser.add_argument("--batch", type=int, default=0, help="total batch; 8 per rank on the host, 1024 on a GPU")
     parser.add_argument("--pairs", type=int, default=6)
+    parser.add_argument("--alone", type=int, default=7, help="snapshots with no training beside them")
     parser.add_argument("--round-s", type=float, default=20.0, help="seconds of a round, about")
     parser.add_argument("--folder", type=Path, help="where snapshots are written; a temporary folder where left out")
     options = parser.parse_args(arguments)
@@ -80,6 +81,7 @@ def measure(net: torch.nn.Module, options: argparse.Namespace, folder: Path) -> 
     training.steps(2)
     snapshot.wait()
     first = dict(snapshot.last or {})
+    alone = [take_alone(snapshot) for _ in range(options.alone)]
     costs, told = [], []
     for order in np.random.default_rng(0).integers(2, size=options.pairs).tolist():
         took: dict[bool, dict[str, float]] = {}
@@ -93,11 +95,30 @@ def measure(net: torch.nn.Module, options: argparse.Namespace, folder: Path) -> 
         costs.append({kind: took[True][kind] - took[False][kind] for kind in took[True]})
     snapshot.close()
     if training.model.engine.rank == 0:
-        show(net, training.model.engine.world_size, step_s, first, told, costs)
+        show_alone(net, training.model.engine.world_size, step_s, first, alone)
+        if told:
+            show_rounds(told, costs)
     again = Training(net, options)
     load_s = timed(lambda: cannikin.Snapshot(folder, again.model, every_s=None).close())["wall"]
     if again.model.engine.rank == 0:
         print(f"loading it again: {load_s:.2f} s", flush=True)
+
+
+def take_alone(snapshot: cannikin.Snapshot) -> dict[str, float]:
+    """Take a snapshot with no training beside it, and return the seconds of the copy and of the writing."""
+    snapshot.save()
+    clocks = time.perf_counter, time.thread_time, time.process_time
+    start = [clock() for clock in clocks]
+    snapshot.rest()
+    copied = [clock() for clock in clocks]
+    snapshot.wait()
+    written = [clock() for clock in clocks]
+    return {
+        "copy": copied[0] - start[0],
+        "copy, processor": copied[1] - start[1],
+        "writing": written[0] - copied[0],
+        "writing, processor": (written[2] - start[2]) - (written[1] - start[1]),
+    }
 
 
 class Training:
@@ -144,22 +165,27 @@ def agreed(value: float) -> float:
     return float(shared)
 
 
-def show(
-    net: torch.nn.Module,
-    n: int,
-    step_s: float,
-    first: dict[str, float],
-    told: list[dict[str, float]],
-    costs: list[dict[str, float]],
+def show_alone(
+    net: torch.nn.Module, n: int, step_s: float, first: dict[str, float], alone: list[dict[str, float]]
 ) -> None:
-    """Print tables."""
+    """Print what snapshots take by themselves."""
     device = next(net.parameters()).device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    size, length = sum(parameter.numel() for parameter in net.parameters()), told[0]["num_bytes"]
+    size, length = sum(parameter.numel() for parameter in net.parameters()), first["num_bytes"]
     print(f"{name}, {n} ranks, {dist.get_backend()}, torch {torch.__version__}, Python {platform.python_version()}")
     print(f"{size / 1e6:.1f} M parameters, AdamW: {length / 2**30:.2f} GiB; {step_s * 1e3:.1f} ms per step")
     print(f"first snapshot: {first['stalled_s']:.3f} s on the step's path, {first['write_s']:.2f} s to write\n")
-    print("| pair | copy on the step's path, s | writing, s | round with, s | without, s |\n|---|---|---|---|---|")
+    print("| a snapshot by itself | s, median | least | at one per minute |\n|---|---|---|---|")
+    for kind in alone[0]:
+        each = [one[kind] for one in alone]
+        print(f"| {kind} | {np.median(each):.3f} | {min(each):.3f} | {np.median(each) / 60:.2%} |")
+    load = os.getloadavg()[0]
+    print(f"\nload of this machine: {load:.0f}", flush=True)
+
+
+def show_rounds(told: list[dict[str, float]], costs: list[dict[str, float]]) -> None:
+    """Print what rounds with snapshots take beyond those without."""
+    print("\n| pair | copy on the step's path, s | writing, s | round with, s | without, s |\n|---|---|---|---|---|")
     for number, (one, cost) in enumerate(zip(told, costs, strict=True)):
         late = f" ({one['late_s']:.1f} after the round)" if one["late_s"] > 0.1 else ""
         copy = f"{one['stalled_s']:.3f} | {one['write_s']:.2f}{late}"
