@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -116,13 +117,21 @@ def run_cells(
                 on_done(cell)
     else:
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
+        ignore = (signal.SIGINT, signal.SIG_IGN)  # in the workers: this process ends them
+        pool = ProcessPoolExecutor(num_processes, mp_context=context, initializer=signal.signal, initargs=ignore)
+        try:
             waiting = {pool.submit(cell.function, **cell.arguments): cell for cell in cells}
             for future in as_completed(waiting):
                 cell = waiting[future]
                 results[cell.section, "/".join(cell.key)] = future.result()
                 if on_done is not None:
                     on_done(cell)
+        except BaseException:
+            for worker in list(pool._processes.values()):  # a cell takes minutes, and nobody wants it any more
+                worker.terminate()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
     sections: dict[str, dict[str, Any]] = {}
     for section, key in sorted(results):
         sections.setdefault(section, {})[key] = results[section, key]

@@ -25,6 +25,9 @@ def main(arguments: list[str] | None = None) -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
+    except click.Abort:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
 
 
 def _parse_sections(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...]:

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from xml.etree import ElementTree
@@ -150,3 +156,45 @@ def test_the_command_refuses_an_unknown_section(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["paper", "--only", "nonsense"])
     assert "'nonsense' is unknown: choose from convergence" in capsys.readouterr().err
+
+
+INTERRUPTED = """
+import os, signal, threading, time
+from benchmarks.paper.cells import Cell, run_cells
+
+def wait(**arguments):
+    time.sleep(60)
+
+if __name__ == "__main__":
+    cells = [Cell(section="steps", key=(str(n),), function=wait, arguments={}) for n in range(8)]
+    threading.Timer(5.0, os.killpg, (os.getpgrp(), signal.SIGINT)).start()
+    run_cells(cells, num_processes=2)
+"""
+
+
+def is_group(number):
+    try:
+        os.killpg(number, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_ctrl_c_ends_an_evaluation_with_all_its_processes(tmp_path):
+    script = tmp_path / "evaluate.py"
+    script.write_text(INTERRUPTED)
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, str(script)]
+    started = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        _, said = started.communicate(timeout=45)
+        assert "KeyboardInterrupt" in said
+        assert started.returncode == -signal.SIGINT
+        deadline_s = time.monotonic() + 10
+        while is_group(started.pid) and time.monotonic() < deadline_s:  # Python's own helper notices a moment later
+            time.sleep(0.1)
+        assert not is_group(started.pid)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(started.pid, signal.SIGKILL)

@@ -120,6 +120,15 @@ def test_it_trains_for_real_and_leaves_run_logs_and_a_summary(tmp_path: Path):
     assert "cannikin" in page
 
 
+@pytest.mark.parametrize("status", [129, 130, 143])
+def test_a_demonstration_that_a_signal_ends_says_so_by_its_status(status, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("cannikin.demo.comparison.launch", lambda *args, **keywords: status)
+    with pytest.raises(SystemExit) as ended:
+        main(["demo", "--quick", "--out", str(tmp_path / "out")])
+    assert ended.value.code == status
+    assert "interrupted" in capsys.readouterr().err
+
+
 def test_the_default_is_all_four():
     assert DEFAULT_POLICIES == ("even", "adaptdl", "lb-bsp", "cannikin")
 

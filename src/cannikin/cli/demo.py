@@ -22,7 +22,7 @@ from cannikin.report.write import write_report
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--quick", "is_quick", is_flag=True, help="A lower target on faster ranks: half a minute.")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Run directory; a new one in runs/.")
-def command(policies: tuple[str, ...], ranks: str | None, seed: int, is_quick: bool, out: Path | None) -> None:
+def command(policies: tuple[str, ...], ranks: str | None, seed: int, is_quick: bool, out: Path | None) -> int:
     """Train a small network on ranks of different speed, under one policy after another, and compare.
 
     The ranks are real processes with real DDP between them; each sleeps up to the time that a device of its speed would
@@ -34,10 +34,13 @@ def command(policies: tuple[str, ...], ranks: str | None, seed: int, is_quick: b
         out = Path("runs") / f"demo-{datetime.now():%Y%m%d-%H%M%S}"
     console = Console()
     chosen = list(dict.fromkeys(policies)) or list(DEFAULT_POLICIES)
-    run_demo(task, policies=chosen, speeds=speeds, out=out, console=console)
+    status = run_demo(task, policies=chosen, speeds=speeds, out=out, console=console)
+    if status:
+        return status
     console.print(f"Run logs and {SUMMARY_NAME}: {out}", highlight=False, soft_wrap=True)
     try:
         outcome = f"The report: {write_report([out])}"
     except CannikinError as error:
         outcome = f"No report: {error}"
     console.print(outcome, highlight=False, soft_wrap=True)
+    return 0

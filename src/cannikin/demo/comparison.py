@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import math
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -29,9 +30,11 @@ from cannikin.words import counted, split, split_sum
 SUMMARY_NAME = "summary.json"
 _REFRESHES_PER_S = 2  # the ranks need the processor
 
+_INTERRUPTED = [128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)]  # as shells say it
 
-def run_demo(task: Task, *, policies: list[str], speeds: tuple[float, ...], out: Path, console: Console) -> None:
-    """Train under every policy on ranks of these speeds, and compare.
+
+def run_demo(task: Task, *, policies: list[str], speeds: tuple[float, ...], out: Path, console: Console) -> int:
+    """Train under every policy on ranks of these speeds, and compare; return 0, or the status where a signal ended it.
 
     Leaves a run log per policy and `summary.json` under `out`.
     """
@@ -52,6 +55,9 @@ def run_demo(task: Task, *, policies: list[str], speeds: tuple[float, ...], out:
         errors: Any = io.BytesIO()
         status = launch(cluster, script, mechanism="portable", out=lines, err=errors)
     messages = errors.getvalue().decode(errors="replace")
+    if status in _INTERRUPTED:
+        print("cannikin: interrupted", file=sys.stderr)
+        return status
     if status != 0:
         sys.stderr.write(messages)
         raise CannikinError(f"the ranks ended with exit status {status}; their messages are above")
@@ -61,6 +67,7 @@ def run_demo(task: Task, *, policies: list[str], speeds: tuple[float, ...], out:
     summary = msgspec.json.encode({"task": task, "speeds": speeds, "policies": policies_told})
     (out / SUMMARY_NAME).write_bytes(msgspec.json.format(summary, indent=2))
     console.print(results_table(task, speeds, results))
+    return 0
 
 
 class RankLines:
