@@ -201,6 +201,16 @@ def epoch_set_on(rank: int, ranks: Sequence[int]) -> int:
     return first_steps(model, optimizer, loader)
 
 
+def optimizer_step_left_out_on(rank: int, ranks: Sequence[int]) -> int:
+    model, optimizer, loader = build(num_samples=18)
+    for number, (x, *_) in enumerate(loader):
+        model(x).sum().backward()
+        if number != 1 or rank not in ranks:
+            optimizer.step()
+        optimizer.zero_grad()
+    return first_steps(model, optimizer, loader)
+
+
 def peek_on(rank: int, ranks: Sequence[int]) -> list[Step]:
     """A look at the first batch, as some scripts take to print its shape."""
     model, optimizer, loader = build()

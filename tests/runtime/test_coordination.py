@@ -61,6 +61,7 @@ OUT_OF_STEP = {
     ),
     "the epoch set on one rank": (partial(cases.epoch_set_on, ranks=ONE), "epoch"),
     "a peek on one rank": (partial(cases.peek_on, ranks=ONE), "epoch, step"),
+    "an optimizer's step left out": (partial(cases.optimizer_step_left_out_on, ranks=ONE), "progress"),
 }
 IN_STEP = {
     "the loader's state": partial(cases.loader_state_on, ranks=BOTH),
@@ -170,6 +171,7 @@ def test_ranks_that_begin_a_pass_at_different_places_are_told_so_at_the_first_fo
         assert raised.kind == "DisagreementError"
         assert f"ranks disagree on {OUT_OF_STEP[name][1]}; rank {rank} has" in raised.text
         assert "load the same saved state on every rank" in raised.text
+        assert ("call optimizer.step() after the same batches" in raised.text) == ("left out" in name)
 
 
 @pytest.mark.parametrize("name", IN_STEP)

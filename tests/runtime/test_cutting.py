@@ -167,6 +167,7 @@ def test_the_total_batch_never_outgrows_the_epoch():
         ({"batch_size": 32, "local_bounds": [(1, 32), (1, 32)]}, "one such pair for each of the 3 ranks"),
         ({"batch_size": 32, "local_bounds": (1, 2, 3)}, "one such pair for each of the 3 ranks"),
         ({"batch_size": 32, "local_bounds": (0, 32)}, "low of local_bounds=0"),
+        ({"batch_size": 32, "local_batches": 16}, "local_batches=16 must be a list"),
         ({"batch_size": 32, "local_batches": [16, 16]}, "has 2 sizes for 3 ranks"),
         ({"batch_size": 32, "local_batches": [16, 8, 4]}, "sum to 28, not batch_size=32"),
         ({"batch_size": 32, "local_batches": [32, 1, -1]}, r"local_batches\[2\]=-1"),

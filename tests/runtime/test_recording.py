@@ -6,6 +6,7 @@ import errno
 import re
 import subprocess
 import sys
+import time
 import warnings
 from functools import partial
 
@@ -15,7 +16,7 @@ import recording_cases as cases
 import torch
 from ranks import run_ranks
 from recording_cases import NO_NUMBERS
-from told import run_cases, values
+from told import collecting_warnings, run_cases, values
 
 from cannikin.core.planner import Decision
 from cannikin.core.values import Job, Plan
@@ -409,3 +410,22 @@ def test_what_is_said_last_is_of_the_last_split_and_of_ddp_as_its_plan_had_it(ca
     assert caplog.messages == [
         "the run ended at step 100: its last split, 20, 12, used 60% of what the hardware can do; DDP would use 30%"
     ]
+
+
+class Blocking:
+    """An observer that takes its time."""
+
+    def write(self, record: object) -> None:
+        time.sleep(0.4)
+
+
+def test_an_observer_that_holds_the_training_up_is_named_once():
+    recorder = Recorder([Blocking()], None, active=True)
+    with collecting_warnings() as warned:
+        recorder.begin(Job(num_ranks=1, batch_size=4), "even", torch.nn.Linear(1, 1), [RankInfo()])
+        recorder.start()
+        for step in range(4):
+            recorder.event(step, "epoch", {"epoch": 0, "position": 0})
+    (warning,) = warned
+    assert "observer Blocking has taken" in warning.text
+    assert "ranks wait for it" in warning.text

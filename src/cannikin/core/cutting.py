@@ -8,7 +8,7 @@ checkpoint therefore needs one number, the samples handed out so far, and fits a
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -200,6 +200,8 @@ def make_job(
 
 
 def _pinned(local_batches: Sequence[int], num_ranks: int, batch_size: int) -> tuple[int, ...]:
+    if not isinstance(local_batches, Iterable):
+        raise InvalidInputError(f"local_batches={local_batches!r} must be a list: give one size per rank")
     sizes = tuple(whole_number(f"local_batches[{i}]", size, low=1) for i, size in enumerate(local_batches))
     if len(sizes) != num_ranks:
         count = f"{len(sizes)} sizes for {num_ranks} ranks"

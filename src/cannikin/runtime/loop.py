@@ -420,7 +420,10 @@ class Loop:
                 "lr_factor": factor,
             }
             self._pass = None
-            self._exchange.check_agreement(place, "load the same saved state on every rank, and begin passes together")
+            advice = "load the same saved state on every rank, and begin passes together"
+            if self._num_taken:
+                advice = f"call optimizer.step() after the same batches on every rank, and none left out; or {advice}"
+            self._exchange.check_agreement(place, advice)
         if previous is not None:
             self.coordinator.add(previous)
         if self._pass_over and not self.queue:  # looked ahead: nobody will come to finish what starts now

@@ -6,6 +6,7 @@ steps are cut the same way.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from cannikin.errors import InvalidInputError
 from cannikin.runtime.loop import Loop
 from cannikin.runtime.options import DrawOptions, LoaderOptions
 from cannikin.runtime.step import BatchEntry, BatchSource
+
+_log = logging.getLogger("cannikin")
 
 if TYPE_CHECKING:  # an engine makes draws, which are cut here
     from cannikin.runtime.engine import Engine
@@ -66,6 +69,13 @@ def job_of(engine: Engine, num_samples: int | None, batch_size: int, options: Lo
         raise InvalidInputError(
             f"drop_last=True on a dataset of {num_samples} samples, less than one batch of "
             f"batch_size={job.batch_size}, leaves no step: lower batch_size or set drop_last=False"
+        )
+    if num_samples is not None and batch_size > num_samples and engine.rank == 0:
+        _log.warning(
+            "batch_size=%d is more than the %d samples of the dataset: every step is a whole pass over it; lower "
+            "batch_size, which is the total over all ranks",
+            batch_size,
+            num_samples,
         )
     return job
 

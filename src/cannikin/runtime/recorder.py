@@ -46,6 +46,7 @@ from cannikin.runtime.wire import Gathered
 from cannikin.words import split, use
 
 _logger = logging.getLogger("cannikin")
+_SLOW_S, _SLOW_SHARE = 1.0, 0.05  # of the time that an observer may take before somebody hears of it
 _TOLD_FROM = 30  # steps measured: by then the split has settled
 
 
@@ -73,6 +74,8 @@ class Recorder:
         self._num_lost = 0  # steps so far whose gradient was not finite
         self._start_s = time.perf_counter()
         self._process = os.getpid()
+        self._taken_s: dict[int, float] = {}  # by each observer
+        self._slow: set[int] = set()  # those that were warned of
 
     @property
     def active(self) -> bool:
@@ -215,6 +218,7 @@ class Recorder:
             return
         record = _moved(record, self.steps_before)
         for observer in list(self._observers):
+            start_s = time.perf_counter()
             try:
                 observer.write(record)
             except Exception as error:
@@ -222,6 +226,22 @@ class Recorder:
                 kind = type(observer).__name__
                 text = f"observer {kind} failed and is left out from now on ({type(error).__name__}: {error})"
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
+            else:
+                self._warn_if_slow(observer, time.perf_counter() - start_s)
+
+    def _warn_if_slow(self, observer: Observer, taken_s: float) -> None:
+        """Say so once where an observer takes a good part of the training's time: all ranks wait for it."""
+        key = id(observer)
+        total_s = self._taken_s[key] = self._taken_s.get(key, 0.0) + taken_s
+        run_s = time.perf_counter() - self._start_s
+        if total_s > max(_SLOW_S, _SLOW_SHARE * run_s) and key not in self._slow:
+            self._slow.add(key)
+            warnings.warn(
+                f"observer {type(observer).__name__} has taken {total_s:.1f} s of {run_s:.1f} s since the start, and "
+                "all ranks wait for it: have it put records into a queue, and do its work in a thread of its own",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 class LastWords:
