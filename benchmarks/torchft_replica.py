@@ -109,7 +109,9 @@ def train(name: str, sample_s: float, setting: Setting) -> None:
     )
     model = LiveDataParallel(Slow(network, sample_s), optimizer, manager, name=name)
     data = Numbers(setting.num_samples)
-    loader = LiveDataLoader(data, setting.batch_size, model=model, num_workers=setting.num_workers)
+    # Forked, since this process is a fork server's, whose workers would import torch anew.
+    workers = {"num_workers": setting.num_workers, "multiprocessing_context": "fork"} if setting.num_workers else {}
+    loader = LiveDataLoader(data, setting.batch_size, model=model, **workers)
     with (out / f"{name}-{os.getpid()}.jsonl").open("w") as lines:
 
         def tell(**record: Any) -> None:
