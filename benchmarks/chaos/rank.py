@@ -122,9 +122,12 @@ def sample(index: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def network() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return the model and its optimizer, the same in every process."""
-    torch.manual_seed(0)
+    """Return the model and its optimizer, the same in every process and thread."""
     net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1)).double()
+    own = torch.Generator().manual_seed(0)  # chains are judged in threads, which share torch's
+    with torch.no_grad():
+        for weight in net.parameters():
+            weight.uniform_(-0.3, 0.3, generator=own)
     return net, torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9)
 
 
