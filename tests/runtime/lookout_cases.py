@@ -50,8 +50,13 @@ class Slow(torch.utils.data.Dataset):
         return torch.ones(4)
 
 
-def train(rank: int, world_size: int, port: int, fault: Callable[[int, Any], None], steps: int = 24) -> dict[str, Any]:
-    """Train with a fault before one step's backward; what was said, the error, and how long after the fault it came."""
+def train(
+    rank: int, world_size: int, port: int, fault: Callable[[int, Any], None], steps: int = 24, *, after: bool = False
+) -> dict[str, Any]:
+    """Train with a fault before one step's backward; what was said, the error, and how long after the fault it came.
+
+    With `after`, it comes after the step, and the model has a buffer, which DDP's next forward sends to all ranks.
+    """
     os.environ["CANNIKIN_PATIENCE_S"] = str(PATIENCE_S)
     words = Words()
     logging.getLogger("cannikin").addHandler(words)
@@ -62,6 +67,8 @@ def train(rank: int, world_size: int, port: int, fault: Callable[[int, Any], Non
     pids: list[Any] = [None] * world_size
     dist.all_gather_object(pids, os.getpid())
     net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    if after:
+        net.register_buffer("scale", torch.ones(1))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     model = HeteroDataParallel(net, optimizer)
     data = Slow(2 * PATIENCE_S)
@@ -70,15 +77,19 @@ def train(rank: int, world_size: int, port: int, fault: Callable[[int, Any], Non
     try:
         for step, x in enumerate(loader):
             loss = model(x).square().mean()
+            if after:
+                loss.backward()
+                optimizer.step()
             if step == AT_STEP:
                 fault_s = time.monotonic()
                 fault(rank, data)
-            loss.backward()
-            optimizer.step()
+            if not after:
+                loss.backward()
+                optimizer.step()
             if step == steps:
                 break
     except RuntimeError as caught:
-        error = str(caught)
+        error = "\n".join([str(caught), *getattr(caught, "__notes__", ())])
     took_s = time.monotonic() - fault_s
     time.sleep(0.5)  # the others come to their end too
     for pid in pids if error is not None else ():
@@ -114,8 +125,11 @@ def evaluate_and_sleep_in_data(who: int, rank: int, data: Slow) -> None:
 
 
 def descriptors_and_threads(rank: int, world_size: int, num_models: int) -> list[tuple[int, int]]:
-    """How many this process has after each model of a sweep, trained for three steps and left to the collector."""
-    counts = []
+    """How many this process has after each model of a sweep, trained for three steps and left to the collector.
+
+    Threads may take a moment to end.
+    """
+    counts: list[tuple[int, int]] = []
     for _ in range(num_models):
         net = nn.Linear(4, 2)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
@@ -125,5 +139,14 @@ def descriptors_and_threads(rank: int, world_size: int, num_models: int) -> list
             optimizer.step()
         del model, net, optimizer
         gc.collect()
-        counts.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+        deadline_s = time.monotonic() + 5.0
+        count = _count()
+        while len(counts) > 1 and count != counts[1] and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+            count = _count()
+        counts.append(count)
     return counts
+
+
+def _count() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))

@@ -97,8 +97,9 @@ def test_models_that_are_gone_leave_no_descriptors_and_no_threads():
 # Real ranks
 
 
-def survivors(who: int, fault) -> list[dict]:
-    answers = run_ranks_with_errors(lookout_cases.train, 3, free_port(), partial(fault, who), timeout_s=50)
+def survivors(who: int, fault, **options) -> list[dict]:
+    train = partial(lookout_cases.train, **options)
+    answers = run_ranks_with_errors(train, 3, free_port(), partial(fault, who), timeout_s=50)
     others = [answers[rank] for rank in range(3) if rank != who]
     assert [kind for kind, _ in others] == ["ok", "ok"], others
     return [told for _, told in others]
@@ -120,6 +121,13 @@ def test_the_error_names_a_rank_that_was_killed_well_before_the_limit():
     for told in survivors(1, lookout_cases.die):
         assert "has lost rank 1 " in told["error"]
         assert told["took_s"] < LIMIT_S
+
+
+@ranks
+def test_an_error_out_of_ddps_own_forward_names_the_rank_too():
+    for told in survivors(1, lookout_cases.die, after=True):
+        assert "has lost rank 1 " in told["error"]
+        assert "start again from the last checkpoint" in told["error"]
 
 
 @ranks

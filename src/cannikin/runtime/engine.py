@@ -427,5 +427,6 @@ class Engine:
         return self.loop.coordinator.lr_factor(self._update, self.loop.current_step)
 
     def explain(self, error: BaseException) -> None:
-        """Say in a note of the error what to do, where a training step ran out of memory."""
+        """Say in a note of the error what to do, where a training step ran out of memory or lost a rank."""
         self.loop.memory.explain(error, self.rank)
+        self._exchange.lookout.note_missing(error)

@@ -135,6 +135,11 @@ class Lookout:
         if told is not None:
             raise RankLostError(f"{told}. torch says: {str(error).strip().splitlines()[0]}") from error
 
+    def note_missing(self, error: BaseException) -> None:
+        """Name that rank in a note of an error that is torch's to raise, as where DDP's forward sends buffers."""
+        if _is_of_collective(error) and not isinstance(error, RankLostError) and (told := self.explain()) is not None:
+            error.add_note(f"cannikin: {told}")
+
     def explain(self) -> str | None:
         """Return whom this rank has lost, after a collective of it has failed; None where that cannot be told.
 
