@@ -71,7 +71,7 @@ def train(
         net.register_buffer("scale", torch.ones(1))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     model = HeteroDataParallel(net, optimizer)
-    data = Slow(2 * PATIENCE_S)
+    data = Slow(1.6 * PATIENCE_S)
     loader = HeteroDataLoader(data, model=model, batch_size=6)
     fault_s, error = time.monotonic(), None
     try:

@@ -134,7 +134,14 @@ def test_an_error_out_of_ddps_own_forward_names_the_rank_too():
 def test_a_rank_that_sleeps_in_its_dataset_is_named_with_its_line_and_an_evaluation_by_all_is_not():
     fault = partial(lookout_cases.evaluate_and_sleep_in_data, 1)
     told = run_ranks(lookout_cases.train, 2, free_port(), fault, timeout_s=50)
-    assert [(one["error"], len(one["said"])) for one in told] == [(None, 1)] * 2
-    (waits,), (sleeps,) = (one["said"] for one in told)
-    assert re.search(rf"waits for rank 1 \(rank 1: it is alive and after step {AT_STEP}, in lookout_cases.py", waits)
-    assert re.search(r"rank 1 has been after step .* in lookout_cases.py:\d+ \(__getitem__\), and others wait", sleeps)
+    assert [one["error"] for one in told] == [None, None]
+    waits, sleeps = (one["said"] for one in told)
+    assert waits, "nothing was said"
+    assert sleeps, "nothing was said"
+    at_line = rf"waits for rank 1 \(rank 1: it is alive and after step {AT_STEP}, in lookout_cases.py"
+    for words in waits:  # of the evaluation, in which nobody waits, nothing
+        assert re.search(at_line, words)
+    for words in sleeps:
+        assert re.search(
+            r"rank 1 has been after step .* in lookout_cases.py:\d+ \(__getitem__\), and others wait", words
+        )
