@@ -150,3 +150,23 @@ def descriptors_and_threads(rank: int, world_size: int, num_models: int) -> list
 
 def _count() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def status_of_a_child_that_collects_a_model(rank: int, world_size: int) -> int:
+    """Let go of a model, and have a copy of this process, such as a loader's worker is, collect it."""
+    gc.collect()
+    gc.disable()
+    net = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    model = HeteroDataParallel(net, optimizer)
+    for x in HeteroDataLoader(torch.ones(18, 4), model=model, batch_size=6):
+        model(x).square().mean().backward()
+        optimizer.step()
+    del model, net, optimizer
+    child = os.fork()
+    if child == 0:
+        gc.collect()
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    gc.enable()
+    return status

@@ -94,6 +94,11 @@ def test_models_that_are_gone_leave_no_descriptors_and_no_threads():
         assert counts[-1] == counts[1], "the first one makes what stays"
 
 
+@ranks
+def test_a_loaders_worker_that_collects_a_model_of_its_rank_leaves_the_ranks_group_alone():
+    assert run_ranks(lookout_cases.status_of_a_child_that_collects_a_model, 2) == [0, 0]
+
+
 # Real ranks
 
 

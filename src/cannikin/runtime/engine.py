@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import time
-import weakref
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
@@ -52,7 +51,7 @@ from cannikin.runtime.recorder import Recorder, check_metrics, end_run
 from cannikin.runtime.step import BatchEntry, BatchSource
 from cannikin.runtime.update import Update, choose_rules
 from cannikin.runtime.weighting import RunningStatistics, choose_weighting, has_batch_norm, refuse_sparse
-from cannikin.runtime.wire import Exchange, pause_at_exit
+from cannikin.runtime.wire import Exchange, pause_at_exit, when_gone
 
 
 class Engine:
@@ -115,7 +114,7 @@ class Engine:
         )
         self.loop.register(ddp)
         self._look_out()
-        weakref.finalize(self, end_run, self._recorder, self.loop.queue, self.loop.memory, self.rank)
+        when_gone(self, end_run, self._recorder, self.loop.queue, self.loop.memory, self.rank)
         pause_at_exit()
         if options.get("loader") is not None:
             give_loader(options["loader"], self)
@@ -126,9 +125,9 @@ class Engine:
         if not self._follows:  # the model that it follows looks out for both
             lookout.begin(self.loop)
             self._reducer.name_missing = lookout.name_missing
-            weakref.finalize(self.loop, lookout.close)
+            when_gone(self.loop, lookout.close)
         # Not at the end of the program: there the system does so, and ranks may still wait for each other.
-        weakref.finalize(self.loop, self._exchange.destroy).atexit = False
+        when_gone(self.loop, self._exchange.destroy, at_exit=False)
 
     # What a loader needs before it is bound; then it has the loop.
 

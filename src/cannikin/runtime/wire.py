@@ -12,9 +12,11 @@ import hashlib
 import json
 import logging
 import math
+import os
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -420,6 +422,26 @@ class Exchange:
         work = self._group.allgather([rows], [values])
         self._finish(work, limit)
         return torch.stack(rows)
+
+
+_inherited: list[Any] = []  # from the process that this one was forked from, and not this one's to give back
+
+
+def when_gone(owner: object, function: Callable[..., None], *args: Any, at_exit: bool = True) -> None:
+    """Call a function once an object is gone, in this process alone.
+
+    A loader's worker is a copy of its rank, and may collect a model that its rank had just let go of. To end the copy
+    of a group there, whose threads are the rank's, is a segmentation fault; the copy is kept instead.
+    """
+    process = os.getpid()
+
+    def end() -> None:
+        if os.getpid() == process:
+            function(*args)
+        else:
+            _inherited.append((function, args))
+
+    weakref.finalize(owner, end).atexit = at_exit
 
 
 def pause_at_exit() -> None:
