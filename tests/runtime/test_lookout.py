@@ -52,6 +52,10 @@ def test_a_rank_whose_program_has_ended_in_order_is_missed_only_where_it_was_not
     assert 1 in missing(HERE, {1: Sighting(place=HERE, end="failed")}, 10.0)
 
 
+def test_a_rank_that_has_let_go_of_a_model_is_not_missed_by_one_that_still_has_it():
+    assert missing(HERE, {1: Sighting(place=BEFORE, end="let go", silent_s=99.0)}, 10.0) == {}
+
+
 def test_a_rank_that_ends_by_another_ones_fault_names_that_one_instead():
     others = {1: Sighting(place=BEHIND, end="failed", silent_s=99.0, lost=(2,)), 2: Sighting(place=HERE, silent_s=1.0)}
     assert missing(HERE, others, 10.0) == {2: "rank 1 has lost it as well"}

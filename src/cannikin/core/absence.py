@@ -67,7 +67,8 @@ class Sighting:
     Args:
         place: where it was when it was last heard of.
         line: the line of the script in which it is, where it has been there for a while.
-        end: "ended" or "failed" where its program has come to its end, else "".
+        end: "ended" or "failed" where its program has come to its end, "let go" where it has only let go of the model,
+            as between two models of a sweep, else "".
         silent_s: for how long it has not been heard of.
         lost: the ranks by whose fault its program ends.
     """
@@ -96,8 +97,8 @@ def missing(place: Place, others: Mapping[int, Sighting], silence_s: float) -> d
 
 
 def _told(place: Place, seen: Sighting, silence_s: float) -> str | None:
-    if seen.lost:
-        return None  # it ends as this one does
+    if seen.lost or seen.end == "let go":
+        return None  # it ends as this one does, or has done all that it had to do
     if seen.end == "failed":
         return f"its program has ended with an error {seen.place}"
     if seen.end:

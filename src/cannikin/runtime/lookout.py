@@ -8,6 +8,7 @@ time limit's to do, or the user's.
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
@@ -37,6 +38,7 @@ _PATIENCE_S = 30.0  # without a move, before a rank speaks
 _BEAT_S = 0.5
 _COLLECTIVE = ("onnection", "Timed out", "timed out", "timeout", "NCCL", "gloo", "ocket")  # in errors of torch's
 _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_is_ending = False  # this program comes to its end
 _STANDARD = sysconfig.get_paths()["stdlib"]
 
 
@@ -106,11 +108,13 @@ class Lookout:
         if self._num_beats == 0:
             return
         self._loop, self._moved_s = weakref.ref(loop), time.monotonic()
+        atexit.unregister(_note_ending)
+        atexit.register(_note_ending)  # what is registered last is called first: before this lookout is closed
         self._voice = threading.Thread(target=self._watch, name="cannikin-lookout", daemon=True)
         self._voice.start()
 
     def close(self) -> None:
-        """Tell the others how this rank's program ends, and end the threads."""
+        """Tell the others how this rank's program ends, or that it has let go of the model, and end the threads."""
         if self._voice is None:
             return
         error = getattr(sys, "last_value", None)  # what nobody caught, where the program comes to its end by it
@@ -120,7 +124,7 @@ class Lookout:
         for thread in (self._voice, self._reader):
             if thread is not None and thread is not threading.current_thread():  # in which garbage may be collected
                 thread.join(1.0)  # Python aborts where a thread comes out of torch while the interpreter ends
-        end = "ended" if error is None else "failed"
+        end = "failed" if error is not None else "ended" if _is_ending else "let go"
         with suppress(RuntimeError):  # the store is gone, and with it those who might have read
             self._tell(end)
 
@@ -254,6 +258,11 @@ class Lookout:
     def _hear(self, rank: int, words: str) -> None:
         if rank not in self._heard or self._heard[rank][0] != words:
             self._heard[rank] = words, time.monotonic()
+
+
+def _note_ending() -> None:
+    global _is_ending
+    _is_ending = True
 
 
 def _is_of_collective(error: BaseException | None) -> bool:
