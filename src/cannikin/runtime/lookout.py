@@ -9,6 +9,7 @@ time limit's to do, or the user's.
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import logging
 import os
@@ -21,6 +22,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -271,7 +273,7 @@ def _is_of_collective(error: BaseException | None) -> bool:
 
 def _line(thread_id: int) -> str:
     """Return the line of the script at which a thread is: the innermost one that is neither torch's nor Python's."""
-    frame = innermost = sys._current_frames().get(thread_id)
+    frame = innermost = _frame_of(thread_id)
     while frame is not None:
         name = frame.f_code.co_filename
         standard = name.startswith(_STANDARD) and "-packages" not in name
@@ -280,3 +282,18 @@ def _line(thread_id: int) -> str:
         frame = frame.f_back
     frame = frame or innermost
     return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})"
+
+
+def _frame_of(thread_id: int) -> FrameType | None:
+    """Return where a thread is.
+
+    Python holds the lock on its list of threads meanwhile, and would collect garbage under it: a model that goes then
+    ends threads, which need that lock, and all of them would wait for ever.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(thread_id)
+    finally:
+        if collects:
+            gc.enable()
