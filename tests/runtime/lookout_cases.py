@@ -131,21 +131,28 @@ def descriptors_and_threads(rank: int, world_size: int, num_models: int) -> list
     """
     counts: list[tuple[int, int]] = []
     for _ in range(num_models):
-        net = nn.Linear(4, 2)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-        model = HeteroDataParallel(net, optimizer)
-        for x in HeteroDataLoader(torch.ones(18, 4), model=model, batch_size=6):
-            model(x).square().mean().backward()
-            optimizer.step()
-        del model, net, optimizer
+        _train_and_let_go()
         gc.collect()
         deadline_s = time.monotonic() + 5.0
         count = _count()
-        while len(counts) > 1 and count != counts[1] and time.monotonic() < deadline_s:
+        while len(counts) > 1 and has_grown(counts[1], count) and time.monotonic() < deadline_s:
             time.sleep(0.1)
             count = _count()
         counts.append(count)
     return counts
+
+
+def has_grown(before: tuple[int, int], after: tuple[int, int]) -> bool:
+    return any(now > then for then, now in zip(before, after, strict=True))
+
+
+def _train_and_let_go() -> None:
+    net = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    model = HeteroDataParallel(net, optimizer)
+    for x in HeteroDataLoader(torch.ones(18, 4), model=model, batch_size=6):
+        model(x).square().mean().backward()
+        optimizer.step()
 
 
 def _count() -> tuple[int, int]:
@@ -156,13 +163,7 @@ def status_of_a_child_that_collects_a_model(rank: int, world_size: int) -> int:
     """Let go of a model, and have a copy of this process, such as a loader's worker is, collect it."""
     gc.collect()
     gc.disable()
-    net = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    model = HeteroDataParallel(net, optimizer)
-    for x in HeteroDataLoader(torch.ones(18, 4), model=model, batch_size=6):
-        model(x).square().mean().backward()
-        optimizer.step()
-    del model, net, optimizer
+    _train_and_let_go()
     child = os.fork()
     if child == 0:
         gc.collect()
