@@ -5,7 +5,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test test-torchft lint format bench docs figures screenshots examples clean
+.PHONY: demo test test-all test-torchft lint format bench docs figures screenshots examples clean
 .DEFAULT_GOAL := demo
 
 demo: $(READY)
@@ -13,6 +13,11 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/pytest -n 2 --dist loadfile
+
+# The tests that take minutes too, with those of Ray.
+test-all: $(READY)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'
+	$(BIN)/pytest -n 2 --dist loadfile -m "slow or not slow"
 
 # torchft comes as a nightly build, which may go again: its tests are skipped unless it is there.
 test-torchft: $(READY)
@@ -47,7 +52,7 @@ $(READY): constraints.txt pyproject.toml
 	  { echo "cannikin needs Python 3.11 or later; say which with: make PYTHON=python3.11"; exit 1; }
 	@echo "Setting up $(VENV): a minute or two"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[torch,dev,docs]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[torch,dev,docs,frameworks]'
 	touch $@
 
 # The pictures of the live view and the report, from a demo's run directory: make screenshots RUN=runs/demo-...

@@ -14,6 +14,7 @@ BENCHMARKS = {
     "chaos": "chaos.run",
     "controller": "controller",
     "gpu": "gpu",
+    "layer_split": "layer_split",
     "lab_limit": "lab_limit",
     "loops": "loops",
     "noise_digits": "noise_digits",

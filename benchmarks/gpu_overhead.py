@@ -15,9 +15,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.gpu_steps import Clock, train_step
+from benchmarks.gpu_steps import Clock, train_step, wrapped
 from benchmarks.gpu_tasks import Task
-from cannikin import HeteroDataParallel
+from cannikin import Engine
 from cannikin.core.schedule import takes_norms
 from cannikin.core.values import Job
 
@@ -45,17 +45,21 @@ def overhead(
     """Measure ours with an even plan beside DDP that broadcasts no buffers either, in random order within each round.
 
     A second plain DDP is the control, DDP as it is by default broadcasts buffers, and torch's own `allreduce_hook`
-    shows what a hook in Python costs at all. Where `compressed`, all of them send gradients as bfloat16.
+    shows what a hook in Python costs at all. Where `compressed`, all of them send gradients as bfloat16. A sharded
+    network is beside plain `fully_shard`.
     """
     task, n = Task(kind, largest=local_batch, device=device), dist.get_world_size()
     models: dict[str, Any] = {}
     optimizers = {}
     for variant in variants:
-        net = task.network()
-        optimizers[variant] = task.optimizer(net)
         if variant == "ours":
-            wrapper = bf16_compress_wrapper if compressed else None
-            models[variant] = _bound(net, optimizers[variant], local_batch, comm_wrapper=wrapper)
+            options = {"comm_wrapper": bf16_compress_wrapper} if compressed else {}
+            models[variant], optimizers[variant], engine = _bound(task, local_batch, **options)
+            continue
+        net = task.sharded_network() if task.recipe.sharded else task.network()
+        optimizers[variant] = task.optimizer(net)
+        if task.recipe.sharded:
+            models[variant] = net
             continue
         models[variant] = DistributedDataParallel(net, broadcast_buffers=variant == "default")
         if compressed:
@@ -70,7 +74,7 @@ def overhead(
         for k in order.tolist():
             variant = variants[k]
             if variant == "ours":
-                models[variant].use_batch(local_batch, local_batch * n)
+                engine.use_batch(local_batch, local_batch * n)
             train_step(task, models[variant], optimizers[variant], local_batch)
             clock.tick()
     taken, seconds = clock.seconds().reshape(rounds, -1), np.zeros((rounds, len(variants)))
@@ -105,15 +109,13 @@ def hook(kind: str, local_batch: int, *, steps: int, device: str) -> dict[str, A
     """
     task, n = Task(kind, largest=local_batch, device=device), dist.get_world_size()
     ours, torchs = _Timed(), _Timed()
-    net = task.network()
-    optimizer = task.optimizer(net)
-    model = _bound(net, optimizer, local_batch, comm_wrapper=ours.around)
+    model, optimizer, engine = _bound(task, local_batch, comm_wrapper=ours.around)
     plain = task.network()
     plain_optimizer = task.optimizer(plain)
     ddp = DistributedDataParallel(plain, broadcast_buffers=False)
     ddp.register_comm_hook(None, torchs.around(allreduce_hook))
     for step in range(steps):
-        model.use_batch(local_batch, local_batch * n)
+        engine.use_batch(local_batch, local_batch * n)
         ours.begin("norms" if takes_norms(step) else "no norms")
         train_step(task, model, optimizer, local_batch)
         torchs.begin("torch")
@@ -160,12 +162,12 @@ class _Timed:
         }
 
 
-def _bound(net: Any, optimizer: Any, local_batch: int, **options: Any) -> HeteroDataParallel:
-    """Return ours with an even plan, for batches that are made here."""
+def _bound(task: Task, local_batch: int, **options: Any) -> tuple[Any, Any, Engine]:
+    """Return ours with an even plan, for batches that are made here; see `wrapped`."""
     n = dist.get_world_size()
-    model = HeteroDataParallel(net, optimizer, policy="even", **options)
-    model.engine.bind(MadeHere(), Job(num_ranks=n, batch_size=local_batch * n), {})
-    return model
+    model, optimizer, engine = wrapped(task, policy="even", **options)
+    engine.bind(MadeHere(), Job(num_ranks=n, batch_size=local_batch * n), {})
+    return model, optimizer, engine
 
 
 def _middle_mean(values: np.ndarray) -> float:

@@ -20,7 +20,7 @@ from cannikin.core.planner import Decision
 from cannikin.core.policies import LbBspPlanner
 from cannikin.core.split import optimal_split
 from cannikin.core.values import Job, Plan, StepWindow
-from cannikin.runlog import EventRecord, Record
+from cannikin.runlog import EventRecord, Predictions, Record
 
 AT = 30  # the step by which a run is to have settled
 LATE = 60  # plan changes from here on are to be few
@@ -45,7 +45,9 @@ def limit(
     The run log of ours stays in the folder, to find out why where it is not good.
     """
     task = Task(kind, largest=total, device=device)
-    run = train(task, total, steps, run_dir=f"{folder}/run-{kind}-{total}-{'-'.join(map(str, speeds))}")
+    log, predictions = f"{folder}/run-{kind}-{total}-{'-'.join(map(str, speeds))}", Predictions()
+    run = train(task, total, steps, run_dir=log, observers=[predictions])
+    predicted = predictions.numbers()  # before the steps of the search
     lb = _train_lb_bsp(task, total, lb_steps)
     named = {"even": _even(total), "lb-bsp": lb.splits[-1], "ours": run.splits[-1], "ours at 30": _at(run, AT)}
     known = cluster_of(kind, speeds, forward_shares, sample_ms / 1e3)
@@ -54,7 +56,6 @@ def limit(
     for name in ("even", "ours", "best"):
         split = found["splits"][name]
         use[name] = float(hardware_use(split, alone.measure(split).step_s, found["split_ms"][name] / 1e3))
-    errors = [abs(each["error"]) for each in run.predictions()]
     return {
         **found,
         "use": use,
@@ -62,9 +63,7 @@ def limit(
         "lb_bsp_moves": len(lb.first_steps) - 1,
         "lb_bsp_settled": len(lb.plans) < lb_steps,
         **about(run),
-        "predictions": run.predictions(),
-        "prediction_error_median": float(np.median(errors)) if errors else None,
-        "prediction_error_worst": max(errors, default=None),
+        "predictions": predicted,
     }
 
 
@@ -173,7 +172,7 @@ def sharing(
     before, ended = splits[start - 1], splits[-1]
     spared = [_with(ended, disturbed, size) for size in (2, max(2, total // 48), max(2, total // 24))]
     tried = list(dict.fromkeys([before, *splits[start:last], ended, *spared, *around(ended, (0.02,))]))
-    medians = np.median(by_turns(task, run.model, run.optimizer, tried, rounds), axis=0)
+    medians = np.median(by_turns(task, run, tried, rounds), axis=0)
     measured = dict(zip(tried, medians.tolist(), strict=True))
     load.stop.set()
     best = min(tried, key=measured.__getitem__)
@@ -273,7 +272,7 @@ def _search(
     device, ours = task.device, named["ours"]
     total = sum(ours)
     step_s = float(agreed(float(np.median(run.seconds[-50:])), device))
-    planner: Any = run.model.engine.coordinator.planner
+    planner: Any = run.engine.coordinator.planner
     learned = planner.model().cluster if dist.get_rank() == 0 else None
     optimum = agreed_split(ours if learned is None else optimal_split(learned, total).local_batches, device)
     centres, near = [ours], around(ours, moved)
@@ -291,9 +290,7 @@ def _search(
     picked = measure.best(best, 1)[0]
     distinct = list(dict.fromkeys([*named.values(), *measure.best(best, 3)]))
     final = [*distinct, ours]
-    seconds = by_turns(
-        task, run.model, run.optimizer, final, _rounds(0.6 * search_s, step_s, len(final), least=8), seed=2
-    )
+    seconds = by_turns(task, run, final, _rounds(0.6 * search_s, step_s, len(final), least=8), seed=2)
     medians = np.median(seconds, axis=0)
     best_at = int(medians[:-1].argmin())
     rows = {**{name: distinct.index(split) for name, split in named.items()}, "best": best_at}
@@ -320,7 +317,7 @@ class _Measured:
 
     def more(self, splits: list[Split], rounds: int) -> None:
         """Measure these some more, but for a first round: new sizes are slow."""
-        taken = by_turns(self._task, self._run.model, self._run.optimizer, splits, rounds, seed=len(self._seconds))
+        taken = by_turns(self._task, self._run, splits, rounds, seed=len(self._seconds))
         for split, seconds in zip(splits, taken.T.tolist(), strict=True):
             self._seconds.setdefault(split, []).extend(seconds if split in self._seconds else seconds[1:])
 

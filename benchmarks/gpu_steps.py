@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.gpu_tasks import Task
 from benchmarks.sample_numbers import Numbers
-from cannikin import HeteroDataLoader, HeteroDataParallel
+from cannikin import Engine, HeteroDataLoader, HeteroDataParallel, attach
 from cannikin.core.values import Plan
 from cannikin.lab.cluster import LabDevice
 from cannikin.lab.throttle import Throttle
@@ -92,17 +92,30 @@ def gathered(values: Any, device: str) -> np.ndarray:
     return table.cpu().numpy()
 
 
-def bucket_bytes(model: HeteroDataParallel) -> list[int]:
+def bucket_bytes(engine: Engine) -> list[int]:
     """Return the sizes of the buckets that the last step's gradients were reduced in."""
-    return list(model.engine._reducer.bucket_bytes)
+    return list(engine._reducer.bucket_bytes)
+
+
+def wrapped(task: Task, **options: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer, Engine]:
+    """Return a new network under ours, by DDP or `fully_shard`, and what steps it."""
+    if task.recipe.sharded:
+        net = task.sharded_network()
+        optimizer = task.optimizer(net)
+        return net, optimizer, attach(net, optimizer, **options)
+    net = task.network()
+    optimizer = task.optimizer(net)
+    model = HeteroDataParallel(net, optimizer, **options)
+    return model, optimizer, model.engine
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """A training run: the model as it ended, and each step's seconds and plan."""
 
-    model: HeteroDataParallel
+    model: torch.nn.Module
     optimizer: torch.optim.Optimizer
+    engine: Engine
     seconds: np.ndarray
     plans: list[Plan]
 
@@ -120,29 +133,6 @@ class Run:
     def path(self) -> list[tuple[int, Split]]:
         """Return each split with the step at which it came into force."""
         return [(step, self.splits[step]) for step in self.first_steps]
-
-    def predictions(self, least: int = 5) -> list[dict[str, Any]]:
-        """Return, for each plan, what it promised before it had run and the median step that was then measured.
-
-        The first two steps under a plan are left out: a new size is slow on a GPU. Plans of fewer than `least` further
-        steps are left out too.
-        """
-        ends = [*self.first_steps[1:], len(self.splits)]
-        found = []
-        for first, end in zip(self.first_steps, ends, strict=True):
-            predicted_s, seconds = self.plans[first].predicted_step_s, self.seconds[first + 2 : end]
-            if predicted_s is not None and len(seconds) >= least:
-                measured_s = float(np.median(seconds))
-                found.append(
-                    {
-                        "step": first,
-                        "num_steps": len(seconds),
-                        "predicted_ms": 1e3 * predicted_s,
-                        "measured_ms": 1e3 * measured_s,
-                        "error": predicted_s / measured_s - 1,
-                    }
-                )
-        return found
 
 
 def train(
@@ -164,10 +154,8 @@ def train(
         is_over: asked after each step with the plans so far; must answer alike on every rank.
         **options: of `HeteroDataParallel`.
     """
-    net = task.network()
-    optimizer = task.optimizer(net)
-    model = HeteroDataParallel(net, optimizer, **options)
-    loader = HeteroDataLoader(Numbers(total * steps), model=model, batch_size=total, shuffle=False, collate_fn=len)
+    model, optimizer, engine = wrapped(task, **options)
+    loader = HeteroDataLoader(Numbers(total * steps), model=engine, batch_size=total, shuffle=False, collate_fn=len)
     clock, plans = Clock(task.device), []
     dist.barrier()
     clock.tick()
@@ -175,24 +163,25 @@ def train(
         before(step)
         train_step(task, model, optimizer, size)
         clock.tick()
-        assert model.plan is not None, "a loader is bound"
-        plans.append(model.plan)
+        assert engine.plan is not None, "a loader is bound"
+        plans.append(engine.plan)
         if is_over(plans):
             break
-    return Run(model=model, optimizer=optimizer, seconds=clock.seconds(), plans=plans)
+    return Run(model=model, optimizer=optimizer, engine=engine, seconds=clock.seconds(), plans=plans)
 
 
-def by_turns(
-    task: Task, model: HeteroDataParallel, optimizer: Any, splits: Sequence[Split], rounds: int, *, seed: int = 1
-) -> np.ndarray:
-    """Return the seconds of steps under each split, in random order within each round, [rounds, splits]; rank 0's."""
+def by_turns(task: Task, run: Run, splits: Sequence[Split], rounds: int, *, seed: int = 1) -> np.ndarray:
+    """Return the seconds of steps of a run's model under each split, in random order within each round.
+
+    [rounds, splits]; rank 0's.
+    """
     rank, rng, clock = dist.get_rank(), np.random.default_rng(seed), Clock(task.device)
     orders = [rng.permutation(len(splits)) for _ in range(rounds)]
     clock.tick()
     for order in orders:
         for k in order.tolist():
-            model.use_batch(splits[k][rank], sum(splits[k]))
-            train_step(task, model, optimizer, splits[k][rank])
+            run.engine.use_batch(splits[k][rank], sum(splits[k]))
+            train_step(task, run.model, run.optimizer, splits[k][rank])
             clock.tick()
     taken, seconds = clock.seconds().reshape(rounds, len(splits)), np.zeros((rounds, len(splits)))
     for row, order in enumerate(orders):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from benchmarks.gpu_models import Bert, Chain, NeuMf, ResNet18, ResNet50, SmallGpt, Speech
 
@@ -24,6 +26,7 @@ class Recipe:
         loss: a mean over the samples, of what the network returns and the answers.
         images: convolutions, which are fastest in channels_last.
         adam: trained by AdamW instead of SGD with momentum.
+        sharded: trained under `fully_shard`, one part per layer, in bfloat16, instead of DDP.
         totals: two total batches: in the first communication weighs more, in the second computation.
         sample_ms: what a rank of speed 1 spins per sample, so that real work is the smaller part of its time.
         steps: that a run of ours takes in a benchmark: fewer where gradients are large and steps long.
@@ -36,6 +39,7 @@ class Recipe:
     loss: Loss
     images: bool = False
     adam: bool = False
+    sharded: bool = False
     totals: tuple[int, int]
     sample_ms: float
     steps: int = 150
@@ -134,6 +138,22 @@ def _gpt2(small: bool) -> Recipe:
     )
 
 
+def _gpt_fsdp(small: bool) -> Recipe:
+    tokens, vocabulary = (16, 100) if small else (256, 50257)
+    return Recipe(
+        network=lambda: SmallGpt(vocabulary, 16, 4, 32) if small else SmallGpt(50304, 1024, 24),
+        inputs=lambda n: torch.randint(0, vocabulary, (n, tokens)),
+        answers=lambda n: torch.randint(0, vocabulary, (n, tokens)),
+        loss=_classes,
+        adam=True,
+        sharded=True,
+        totals=(96, 288),
+        sample_ms=4.0,
+        step_ms=700.0,
+        steps=75,
+    )
+
+
 def _chain(small: bool) -> Recipe:
     width = 16 if small else 1024
     return Recipe(
@@ -154,9 +174,10 @@ RECIPES = {
     "deepspeech2": _speech,
     "bert": _bert,
     "gpt2-small": _gpt2,
+    "gpt2-medium-fsdp": _gpt_fsdp,
     "chain": _chain,
 }
-NETWORKS = tuple(kind for kind in RECIPES if kind != "chain")  # those that reports have
+NETWORKS = tuple(kind for kind in RECIPES if kind not in ("chain", "gpt2-medium-fsdp"))  # those under DDP of reports
 
 
 def recipe_of(kind: str, device: str) -> Recipe:
@@ -188,6 +209,15 @@ class Task:
             net = self.recipe.network()
         return net.to(memory_format=torch.channels_last) if self.recipe.images else net
 
+    def sharded_network(self) -> nn.Module:
+        """Return a new network under `fully_shard`, one part per layer, that computes in bfloat16 on a GPU."""
+        net: Any = self.network()
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        options = {"mp_policy": policy} if self.device == "cuda" else {}
+        for layer in net.layers:
+            fully_shard(layer, **options)
+        return fully_shard(net, **options)
+
     def optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
         """Return what steps it."""
         if self.recipe.adam:
@@ -196,5 +226,6 @@ class Task:
 
     def loss(self, model: nn.Module, size: int) -> torch.Tensor:
         """Return the loss of this many samples, in bfloat16 where the device is good at it."""
-        with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
+        halves = self.device == "cuda" and not isinstance(model, FSDPModule)  # which has a policy of its own
+        with torch.autocast(self.device, torch.bfloat16, enabled=halves):
             return self.recipe.loss(model(self.inputs[:size]), self.answers[:size])

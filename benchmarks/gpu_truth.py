@@ -55,7 +55,7 @@ def truth(
         **about(run),
         "at_30": run.splits[min(AT, len(run.splits) - 1)],
         "split": split,
-        "bucket_mb": [size / 1e6 for size in bucket_bytes(run.model)],
+        "bucket_mb": [size / 1e6 for size in bucket_bytes(run.engine)],
         "learned_ms": learned,
         **{name: {part: ms.tolist() for part, ms in parts.items()} for name, parts in known.items()},
         "all_reduce_ms": (1e3 * reduce_s).tolist(),
@@ -71,7 +71,7 @@ def _ratios(learned: dict[str, Any], known: dict[str, np.ndarray]) -> dict[str, 
 
 def _learned(run: Run, split: Split) -> dict[str, Any]:
     """Return the times of rank 0's model at this split, in milliseconds; nothing elsewhere."""
-    planner: Any = run.model.engine.coordinator.planner
+    planner: Any = run.engine.coordinator.planner
     cluster = planner.model().cluster if dist.get_rank() == 0 else None
     if cluster is None:
         return {}
@@ -86,7 +86,7 @@ def _learned(run: Run, split: Split) -> dict[str, Any]:
 
 def _all_reduce_s(run: Run, device: str, rounds: int = 15) -> np.ndarray:
     """Return the seconds of an all-reduce of each of the run's buckets, with nothing else going on."""
-    sizes = bucket_bytes(run.model)
+    sizes = bucket_bytes(run.engine)
     buckets = [torch.zeros(size // 4, device=device) for size in sizes]
     clock = Clock(device)
     dist.barrier()
@@ -145,7 +145,7 @@ def record(kind: str, total: int, speeds: Sequence[float], *, steps: int, folder
         return {}
     assert isinstance(model.engine.coordinator.planner, _Recorder)  # it is done with its windows
     rows = _rows(planner.windows, splits, wall)
-    sizes = bucket_bytes(model)
+    sizes = bucket_bytes(model.engine)
     path = Path(folder) / f"record-{kind}.json"
     head = {"kind": kind, "total": total, "speeds": list(speeds), "bucket_bytes": sizes}
     path.write_text(_compact({**head, "steps": rows}))

@@ -89,17 +89,29 @@ def _limit_table(r: dict[str, Any]) -> str:
     work = ", ".join(f"{share:.0%}" for share in r["work_share"])
     moves, last_move = len(r["lb_bsp_changes"]), max([0, *r["lb_bsp_changes"]])
     settled = f"settled at step {last_move}" if r["lb_bsp_settled"] else f"not settled after {r['lb_bsp_steps']} steps"
-    measured = f"{r['running_ms']:.1f} ms over the last {r['measured_steps']} steps"
     return "\n".join(
         [
             f"{r['regime']}: {r['ranks']}; B={r['total']}",
             f"  what binds each rank, as learned: {', '.join(r['bottlenecks'])}; real work: {work} of a step",
             *_split_rows(r),
             f"  ours: even start, new plans in force at steps {r['changes']}",
-            f"  predicted {r['predicted_ms']:.1f} ms, measured {measured}: {r['prediction_error_pct']:+.1f}%",
+            *_prediction_rows(r),
             f"  LB-BSP (run for real): {settled}, after {moves} moves",
         ]
     )
+
+
+def _prediction_rows(r: dict[str, Any]) -> list[str]:
+    """Return what plans promised before their splits had run, and the last prediction beside the best split."""
+    plans, errors = r["predictions"]["plans"], r["predictions"]["before_it_ran"]
+    told = "none" if errors is None else f"median {errors['median']:.1%}, worst {errors['worst']:.1%}"
+    counted = [f"{p['first_step']}: {p['error']:+.1%} ({p['num_steps']})" for p in plans if p["error"] is not None]
+    best_ms = r["split_ms"]["best"]
+    return [
+        f"  predicted before a split had run, off by: {told}; by first step (steps): {', '.join(counted)}",
+        f"  predicted at the end {r['predicted_ms']:.1f} ms, best split measured {best_ms:.1f} ms: "
+        f"{r['predicted_ms'] / best_ms - 1:+.1%}",
+    ]
 
 
 def _slowed_table(r: dict[str, Any]) -> str:

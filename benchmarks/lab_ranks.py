@@ -25,12 +25,13 @@ from benchmarks.sample_numbers import Numbers
 from cannikin import HeteroDataLoader, HeteroDataParallel, optimal_split
 from cannikin.core.policies.plans import even_batches
 from cannikin.core.values import Job
+from cannikin.runlog import Predictions
 
 Split = tuple[int, ...]
 
 WIDTH, CLASSES, LAYERS = 32, 10, 8
 ROUNDS = 3
-LAST = 100  # steps at the end of a run that its time is taken from
+LAST = 100  # steps at the end of a run that the share of real work is taken from
 QUIET = 60  # steps without a move after which LB-BSP counts as settled
 MOST_STEPS = 400  # of LB-BSP
 LATTICE = 8  # parts that the total batch is cut into for the grid of all splits
@@ -71,7 +72,10 @@ class Training:
         self.labels = torch.randint(0, CLASSES, (total,)).to(device)
         self.optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
         bucket_mb = (num_rows + WIDTH) * WIDTH * 4 / 2**20
-        self.model = HeteroDataParallel(net, self.optimizer, policy=policy, bucket_cap_mb=bucket_mb)
+        self.predictions = Predictions()  # rank 0's
+        self.model = HeteroDataParallel(
+            net, self.optimizer, policy=policy, bucket_cap_mb=bucket_mb, observers=[self.predictions]
+        )
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self.host_s = host_ms[self.rank] / 1e3
 
@@ -148,7 +152,7 @@ def limit(total: int, steps: int, passes: int, **keywords: Any) -> dict[str, Any
     training = Training("cannikin", total=total, **keywords)
     _say(f"ours, {steps} steps")
     run = training.run(steps)
-    ours = run.splits()[-1]
+    ours, predictions = run.splits()[-1], training.predictions.numbers()
     _say(f"LB-BSP, at most {MOST_STEPS} steps")
     lb_bsp = Training("lb-bsp", total=total, **keywords).run(MOST_STEPS, quiet=QUIET)
     even = even_batches(Job(num_ranks=training.num_ranks, batch_size=total), total)
@@ -156,17 +160,13 @@ def limit(total: int, steps: int, passes: int, **keywords: Any) -> dict[str, Any
     grid = sorted({*_lattice(total, training.num_ranks), *around(ours, total)})
     compared = compare(training, named, grid, passes)
     last = slice(-LAST, None)
-    predicted_s = float(np.median([plan.predicted_step_s or np.nan for plan in run.plans[last]]))
-    measured_s = float(np.median(run.seconds[last]))
     return {
         **compared,
         "changes": run.changes(),
         "plans": run.told(),
         "bottlenecks": _bottlenecks(training, total),
-        "measured_steps": LAST,
-        "predicted_ms": 1e3 * predicted_s,
-        "running_ms": 1e3 * measured_s,
-        "prediction_error_pct": 100 * (predicted_s / measured_s - 1),
+        "predicted_ms": 1e3 * (run.plans[-1].predicted_step_s or np.nan),
+        "predictions": predictions,
         "work_share": _gathered(float(np.mean(run.cpu_s[last])) / float(np.mean(run.seconds[last]))),
         "lb_bsp_changes": lb_bsp.changes(),
         "lb_bsp_steps": len(lb_bsp.plans),

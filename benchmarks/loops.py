@@ -65,7 +65,7 @@ def two_models(num_ranks: int) -> Errors:
     """Run the loops of GANs: a discriminator that follows the generator."""
     import gan_cases
 
-    names = [*gan_cases.LOOPS, *(f"ahead, {name}" for name in gan_cases.AHEAD), "attached"]
+    names = [*gan_cases.LOOPS, *(f"ahead, {name}" for name in gan_cases.AHEAD), "attached", "several attached"]
     return _of_told(gan_cases.run, names, "GAN: ", num_ranks)
 
 

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 
 from cannikin.core.ordering import IndexOrder
-from cannikin.runtime.loader import HeteroBatchSampler
+from cannikin.runtime.batch_sampler import HeteroBatchSampler
 from cannikin.runtime.parallel import HeteroDataParallel
 from cannikin.runtime.passes import epoch_order
 

@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--alone", type=int, default=7, help="snapshots with no training beside them")
     parser.add_argument("--round-s", type=float, default=20.0, help="seconds of a round, about")
     parser.add_argument("--folder", type=Path, help="where snapshots are written; a temporary folder where left out")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args([] if arguments is None else arguments)
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()) if on_gpu else "cpu"
     if on_gpu:
@@ -201,4 +201,4 @@ def show_rounds(told: list[dict[str, float]], costs: list[dict[str, float]]) -> 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.layered import measure_layers
 from cannikin.core.perf import Cluster, Curve
 from cannikin.core.planner import Decision, Planner, SpeedChange
 from cannikin.core.schedule import Schedule
@@ -145,7 +146,8 @@ class Training:
         end = self.step + num_steps
         while self.step < end:
             batches = self.schedule.local_batches(self.step, self.schedule.window_steps(self.step))
-            self.show(measure(cluster, batches, self.rng, first_step=self.step, **noise))
+            measured = measure if cluster.layers is None else measure_layers
+            self.show(measured(cluster, batches, self.rng, first_step=self.step, **noise))
         return self.plans[-1]
 
     def show(self, window: StepWindow) -> Decision:

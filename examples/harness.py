@@ -1,4 +1,4 @@
-"""What the five examples share, so that each of them is only its model, its data and its loop.
+"""What the examples share, so that each of them is only its model, its data and its loop.
 
 Flags made of the constants at the top of a script, the device of this rank, sums over ranks, and a log: one line an
 epoch, a clock that runs only while we train, and a summary as JSON.
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import cannikin
 
-__all__ = ["Log", "Rows", "decay_groups", "one_cycle", "settings", "start", "sum_over_ranks"]
+__all__ = ["Log", "Rows", "decay_groups", "join", "one_cycle", "settings", "start", "sum_over_ranks"]
 
 
 def settings(doc: str, *, quick: dict[str, Any], **constants: Any) -> SimpleNamespace:
@@ -61,6 +61,17 @@ def start(seed: int) -> torch.device:
     if backend is not None and "RANK" in os.environ:
         dist.init_process_group(backend)
     return device  # HeteroDataParallel makes the process group where there is none yet
+
+
+def join(device: torch.device) -> None:
+    """Make the process group where there is none yet; alone, without torchrun, one of this process."""
+    if dist.is_initialized():
+        return
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 class Rows:
@@ -131,7 +142,7 @@ class Log:
         log.finish()
 
     Args:
-        model, loader: what trains.
+        model, loader: what trains; the model, or what `attach` returned for it.
         settings: of `settings()`.
         metric: which of the values given to `epoch()` the target is for.
         lower_is_better: of that metric.
@@ -140,9 +151,9 @@ class Log:
     def __init__(
         self, model: Any, loader: Any, settings: SimpleNamespace, *, metric: str, lower_is_better: bool = False
     ) -> None:
-        self._model, self._loader, self._settings = model, loader, settings
+        self._engine, self._loader, self._settings = getattr(model, "engine", model), loader, settings
         self._metric, self._sign = metric, -1 if lower_is_better else 1
-        self._device = next(model.parameters()).device
+        self._device = self._engine.device.torch_device
         self._began = 0.0
         self._train_s = 0.0
         self._wall_start = time.perf_counter()
@@ -160,7 +171,7 @@ class Log:
     def step(self, loss: torch.Tensor) -> None:
         """Count this step's loss, a mean over the local batch, in the epoch's; the device is not waited for."""
         if not self._loader.is_padding:  # a rank left without samples trains on two that count for nothing
-            num_samples = self._model.engine.current_entry.local_batch
+            num_samples = self._engine.current_entry.local_batch
             self._loss_sum = self._loss_sum + loss.detach() * num_samples
             self._num_samples += num_samples
 
@@ -173,8 +184,8 @@ class Log:
         """Print the epoch's line; whether the target has been reached, the same on every rank."""
         loss_sum, num_samples = sum_over_ranks(self._loss_sum, self._num_samples)
         values = {"loss": loss_sum / num_samples, **values}
-        plan, noise = self._model.plan, self._model.noise_scale
-        passes = self._model.progress * self._loader.batch_size / len(self._loader.dataset)
+        plan, noise = self._engine.plan, self._engine.noise_scale
+        passes = self._engine.progress * self._loader.batch_size / len(self._loader.dataset)
         previous_s = self._epochs[-1]["train_s"] if self._epochs else 0.0
         self._epochs.append(
             {
@@ -206,12 +217,12 @@ class Log:
         best = max(found, key=lambda value: self._sign * value, default=None)
         if self._settings.target is not None and self._seconds_to_target is None:
             self._say(f"target {self._metric} {self._settings.target} not reached: best {best}")
-        if self._model.engine.rank == 0 and self._settings.json:
+        if self._engine.rank == 0 and self._settings.json:
             summary = {
                 "example": Path(sys.argv[0]).stem,
                 "settings": vars(self._settings),
-                "policy": str(self._model.engine.policy),
-                "num_ranks": self._model.engine.world_size,
+                "policy": str(self._engine.policy),
+                "num_ranks": self._engine.world_size,
                 "device": _device_name(self._device),
                 "backend": dist.get_backend(),
                 "torch": torch.__version__,
@@ -227,7 +238,7 @@ class Log:
         dist.destroy_process_group()
 
     def _say(self, line: str) -> None:
-        if self._model.engine.rank == 0:
+        if self._engine.rank == 0:
             print(line, flush=True)
 
     def _synchronize(self) -> None:

@@ -86,6 +86,8 @@ def _differences(before: Look, after: Look) -> Iterator[str]:
         if pid not in before.processes and not any(word in command for word in _PROCESSES):
             yield f"process {pid} is left: {command or 'it has ended, but nobody waited for it'}"
     for thread in after.threads - before.threads:
+        if thread.name == "tqdm_monitor":  # a progress bar of torch's compiler starts it, for good
+            continue
         yield f"{'daemon ' * thread.daemon}thread {thread.name!r} still runs"
     for name in sorted((before.variables.keys() | after.variables.keys()) - _VARIABLES.keys()):
         was, now = before.variables.get(name), after.variables.get(name)

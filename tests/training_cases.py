@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -566,7 +567,8 @@ def _epoch_with_evaluation(model: Any, optimizer: Any, loader: Any) -> list[Step
 class NoiseCase:
     """A training on digits with frozen weights; `script` has the splits to change between, a single one pins it.
 
-    With `accumulate` above 1 so many batches pile up for a step: under no_sync, or each of them reduced.
+    With `accumulate` above 1 so many batches pile up for a step: under no_sync, or each of them reduced. They are
+    fetched together, as trainers do, and a last group of an epoch may be shorter.
     """
 
     seed: int
@@ -650,13 +652,17 @@ def measure_noise(rank: int, world_size: int, cases: Sequence[NoiseCase]) -> lis
         )
         splits = set()
         for _ in range(case.num_epochs):
-            for number, (inputs, targets) in enumerate(loader):
-                last = (number + 1) % case.accumulate == 0
-                with nullcontext() if last or not case.no_sync else model.no_sync():
-                    (nn.functional.cross_entropy(model(inputs), targets) / case.accumulate).backward()
-                if last:
-                    optimizer.step()
-                    optimizer.zero_grad()
+            batches = iter(loader)
+            while group := list(islice(batches, case.accumulate)):
+                for number, (inputs, targets) in enumerate(group, start=1):
+                    with nullcontext() if number == len(group) or not case.no_sync else model.no_sync():
+                        loss = nn.functional.cross_entropy(model(inputs), targets)
+                        if case.weighting == "none":  # the loss's own weight, by the count over all ranks
+                            loss = loss * world_size * len(inputs) / total
+                        # Reduced one by one, norms are those of a group's first batch, whatever the loss is divided by.
+                        (loss / (len(group) if case.no_sync else case.accumulate)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
                 splits.add(model.plan.local_batches)
         noise = model.engine.coordinator.schedule.decision.noise
         assert noise is not None

@@ -52,7 +52,7 @@ def train(net: torch.nn.Module, optimizer: torch.optim.Optimizer, ddp: Distribut
     cannikin.HeteroDataParallel(net, optimizer, policy=Stale())  # type: ignore[arg-type]
     cannikin.HeteroDataParallel(net, optimizer, polcy="even")  # type: ignore[call-arg]
     cannikin.attach(ddp, optimizer, weighting="loss", run_dir="run")
-    cannikin.attach(ddp, optimizer, weighting=3)  # type: ignore[arg-type]
+    cannikin.attach(ddp, optimizer, weighting=3)  # type: ignore[call-overload]
     cannikin.Engine(ddp, optimizer, lr_rule=len)  # type: ignore[arg-type]
     cannikin.HeteroDataLoader([1], model=model, batch_size=4, local_bounds=(1, 3), num_workers=2)
     cannikin.HeteroDataLoader([1], model=model, batch_size=4, max_batch_size="8")  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterator
@@ -9,17 +10,32 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.paper.convergence import train
+from benchmarks.paper.convergence import TRAINED, train
 from benchmarks.paper.prediction import gamma_spread, prediction_errors
-from benchmarks.paper.steps import by_total_batch, from_even_start
+from benchmarks.paper.steps import by_slowest, by_total_batch, from_even_start
 from cannikin.errors import InvalidInputError
 from cannikin.sim.catalog import workload_names
 
-POLICIES = ("even", "adaptdl", "lb-bsp@epoch", "lb-bsp", "paper", "cannikin")
-START_POLICIES = ("even", "lb-bsp@epoch", "lb-bsp", "paper", "cannikin")
-SECTIONS = ("convergence", "cluster-c", "links", "start", "steps", "prediction", "gamma")
-_LINKS_GBIT = (25.0, 100.0)
-_COSTS = {"imagenet": 30, "ncf": 8, "cifar10": 3}  # seconds, roughly: the longest cells go first
+START_POLICIES = ("even", "lb-bsp@epoch", "lb-bsp", "lb-bsp@step", "paper", "cannikin")
+SECTIONS = (
+    "convergence",
+    "cluster-a",
+    "cluster-c",
+    "one-share",
+    "links",
+    "start",
+    "steps",
+    "slowest",
+    "prediction",
+    "gamma",
+)
+# LB-BSP at B0 moves 5 samples where ranks have 4 to 8, so it is DDP at B0; it is trained on cluster B only.
+OTHERS = tuple(policy for policy in TRAINED if policy != "lb-bsp@B0")
+BEST = ("ddp@best", "lb-bsp@best", "cannikin")
+CLUSTERS, LINKS_GBIT = ("a", "b", "c"), (10.0, 25.0, 100.0)
+LINKED = ("cifar10", "bert", "deepspeech2")
+# Seconds of CPU time, roughly: the longest cells go first.
+_COSTS = {"imagenet": 20, "ncf": 6, "cifar10": 3}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +62,12 @@ def all_cells(sections: tuple[str, ...], seeds: tuple[int, ...]) -> list[Cell]:
     return sorted(cells, key=lambda cell: -cell.cost)
 
 
-def _trainings(section: str, cluster: str) -> Callable[[int], Iterator[Cell]]:
+def _trainings(section: str, cluster: str, policies: tuple[str, ...], **other: Any) -> Callable[[int], Iterator[Cell]]:
     def cells(seed: int) -> Iterator[Cell]:
         for workload in workload_names():
-            for policy in POLICIES:
-                arguments = {"cluster": cluster, "workload": workload, "policy": policy, "seed": seed}
-                cost = _COSTS.get(workload, 2) * (3 if policy in ("cannikin", "lb-bsp") else 1)
+            for policy in policies:
+                arguments = {"cluster": cluster, "workload": workload, "policy": policy, "seed": seed, **other}
+                cost = _COSTS.get(workload, 2) * (3 if policy in ("cannikin", "lb-bsp@B0") else 1)
                 key = (workload, policy, str(seed))
                 yield Cell(section=section, key=key, function=train, arguments=arguments, cost=cost)
 
@@ -59,9 +75,9 @@ def _trainings(section: str, cluster: str) -> Callable[[int], Iterator[Cell]]:
 
 
 def _links(seed: int) -> Iterator[Cell]:
-    for gbit in _LINKS_GBIT:
-        for workload in ("cifar10", "bert", "deepspeech2"):
-            for policy in ("even", "adaptdl", "paper", "cannikin"):
+    for gbit in LINKS_GBIT[1:]:
+        for workload in LINKED:
+            for policy in OTHERS:
                 key = (f"{gbit:g}", workload, policy, str(seed))
                 arguments: dict[str, Any] = {"cluster": "b", "workload": workload, "policy": policy, "seed": seed}
                 arguments["bandwidth_gbit"] = gbit
@@ -75,14 +91,22 @@ def _start(seed: int) -> Iterator[Cell]:
 
 
 def _steps(seed: int) -> Iterator[Cell]:
+    for cluster, gbit, workload in itertools.product(CLUSTERS, LINKS_GBIT, workload_names()):
+        key = (cluster, f"{gbit:g}", workload, str(seed))
+        arguments = {"cluster": cluster, "workload": workload, "seed": seed, "bandwidth_gbit": gbit}
+        arguments["with_changes"] = (cluster, gbit) == ("b", 10.0)
+        yield Cell(section="steps", key=key, function=by_total_batch, arguments=arguments, cost=8)
+
+
+def _slowest(seed: int) -> Iterator[Cell]:
     for workload in workload_names():
-        arguments = {"cluster": "b", "workload": workload, "seed": seed}
-        yield Cell(section="steps", key=(workload, str(seed)), function=by_total_batch, arguments=arguments, cost=20)
+        arguments = {"workload": workload, "seed": seed}
+        yield Cell(section="slowest", key=(workload, str(seed)), function=by_slowest, arguments=arguments, cost=4)
 
 
 def _prediction(seed: int) -> Iterator[Cell]:
     for workload in workload_names():
-        for cluster in ("a", "b"):
+        for cluster in CLUSTERS:
             arguments = {"cluster": cluster, "workload": workload, "seed": seed}
             key = (cluster, workload, str(seed))
             yield Cell(section="prediction", key=key, function=prediction_errors, arguments=arguments, cost=6)
@@ -95,11 +119,14 @@ def _gamma(seed: int) -> Iterator[Cell]:
 
 
 _CELLS: dict[str, Callable[[int], Iterator[Cell]]] = {
-    "convergence": _trainings("convergence", "b"),
-    "cluster-c": _trainings("cluster-c", "c"),
+    "convergence": _trainings("convergence", "b", tuple(TRAINED)),
+    "cluster-a": _trainings("cluster-a", "a", OTHERS),
+    "cluster-c": _trainings("cluster-c", "c", OTHERS),
+    "one-share": _trainings("one-share", "b", BEST, one_share=True),
     "links": _links,
     "start": _start,
     "steps": _steps,
+    "slowest": _slowest,
     "prediction": _prediction,
     "gamma": _gamma,
 }

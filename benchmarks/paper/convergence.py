@@ -1,38 +1,65 @@
-"""Whole trainings: the overall figure, convergence curves, total batch by epoch, cluster C, and the planner's cost."""
+"""Whole trainings: the overall figure, convergence curves, total batch by epoch, other clusters, the planner's cost."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-import msgspec
+import numpy as np
 
-from cannikin.sim.catalog import load_cluster_spec
-from cannikin.sim.hardware import build_machine
-from cannikin.sim.runs import simulate
-from cannikin.sim.workload import find_workload
+from benchmarks.paper.clusters import ONE_SHARE, machine_at
+from benchmarks.paper.fixed import best_totals
+from benchmarks.paper.optimum import best_split, expected_s
+from cannikin.core.policies.plans import even_batches
+from cannikin.core.values import Job
+from cannikin.sim.hardware import Machine
+from cannikin.sim.runs import job_for, simulate
+from cannikin.sim.simulation import RunResult
+from cannikin.sim.workload import Workload, find_workload
 
+# As they are called in tables, and the policy's name. "@B0" keeps the paper's B0, "@best" the best fixed total.
+TRAINED = {
+    "ddp@B0": "even",
+    "ddp@best": "even",
+    "lb-bsp@B0": "lb-bsp",
+    "lb-bsp@best": "lb-bsp",
+    "adaptdl": "adaptdl",
+    "paper": "paper",
+    "cannikin": "cannikin",
+}
 _MOST_POINTS = 200  # of a curve that are kept
+_TRIED = 3  # fixed totals that are trained with, of those that promise most
 
 
-def train(cluster: str, workload: str, policy: str, seed: int, bandwidth_gbit: float | None = None) -> dict[str, Any]:
+def train(
+    cluster: str,
+    workload: str,
+    policy: str,
+    seed: int,
+    bandwidth_gbit: float | None = None,
+    one_share: bool = False,
+) -> dict[str, Any]:
     """Train to the target, and return how long it took and how it went.
 
     Args:
-        cluster, workload, policy: by name.
+        cluster, workload: by name.
+        policy: a name in `TRAINED`.
         seed: of all noise.
         bandwidth_gbit: between servers, where it is not the cluster's own.
+        one_share: whether forward takes the same share of compute time on every device.
     """
-    found, spec = find_workload(workload), load_cluster_spec(cluster)
-    if bandwidth_gbit is not None:
-        spec = msgspec.structs.replace(spec, link=msgspec.structs.replace(spec.link, bandwidth_gbit=bandwidth_gbit))
-    run = simulate(build_machine(spec, workload, found.spec), found, policy, seed=seed)
+    found, machine = find_workload(workload), machine_at(cluster, workload, bandwidth_gbit)
+    if one_share:
+        machine = machine.with_forward_shares(ONE_SHARE)
+    job = job_for(machine, found)
+    run = _run(machine, found, policy, job, seed)
     stride = max(1, -(-len(run.epochs) // _MOST_POINTS))
     epochs = [replace(epoch, planner_s=0.0) for epoch in run.epochs][::stride]
     # The first epoch of a short run may hold no step after its first window: leave such epochs out.
     shares, before_s = [], 0.0
     for epoch in run.epochs:
-        shares.append(epoch.planner_s / max(epoch.elapsed_s - before_s, 1e-9))
+        if epoch.elapsed_s > before_s:
+            shares.append(epoch.planner_s / (epoch.elapsed_s - before_s))
         before_s = epoch.elapsed_s
     return {
         "reached": run.reached,
@@ -42,6 +69,7 @@ def train(cluster: str, workload: str, policy: str, seed: int, bandwidth_gbit: f
         "num_epochs": run.num_samples / found.spec.num_samples,
         "total_batch": run.plan.total_batch,
         "local_batches": list(run.plan.local_batches),
+        **({"bound": _bound(machine, job, run.plan.total_batch)} if policy == "ddp@best" else {}),
         "epochs": [[e.epoch, e.elapsed_s, e.metric, e.total_batch, e.step_s] for e in epochs],
         "measured": {
             "planner_share": run.planner_s / run.elapsed_s,
@@ -49,3 +77,19 @@ def train(cluster: str, workload: str, policy: str, seed: int, bandwidth_gbit: f
             "window_ms": run.planner_s / max(run.num_steps / 10, 1) * 1e3,
         },
     }
+
+
+def _run(machine: Machine, workload: Workload, policy: str, job: Job, seed: int) -> RunResult:
+    name = TRAINED[policy]
+    if not policy.endswith("@best"):
+        return simulate(machine, workload, name, job=job, seed=seed)
+    totals = best_totals(machine, workload, job, name, _TRIED)
+    jobs = [replace(job, batch_size=total, max_batch_size=None) for total in totals]
+    runs = [simulate(machine, workload, name, job=fixed, seed=seed) for fixed in jobs]
+    return min(runs, key=lambda run: run.elapsed_s)
+
+
+def _bound(machine: Machine, job: Job, total_batch: int) -> float:
+    """Return what unlike devices allow at a fixed total: the even split's step time over the best one's."""
+    even = np.array(even_batches(job, total_batch))
+    return float(expected_s(machine, even) / expected_s(machine, best_split(machine, job, total_batch)))

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import platform
+import resource
+import subprocess
 import sys
 import time
+from datetime import UTC, datetime
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
@@ -61,7 +68,7 @@ def command(out: Path, seed: int, num_seeds: int, sections: tuple[str, ...], job
 
         results = run_cells(cells, num_processes=jobs or os.cpu_count() or 1, on_done=on_done)
     measured = _take_measured(results)
-    text, plots = write_report(results, measured)
+    text, plots = write_report(results, measured, _about(seed, num_seeds, len(cells), start_s))
     files = {"paper.md": text, **plots, "paper.json": _json(results), "measured.json": _json(measured)}
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -75,6 +82,37 @@ def command(out: Path, seed: int, num_seeds: int, sections: tuple[str, ...], job
         click.echo(
             f"{len(cells)} cells in {words.duration((time.perf_counter() - start_s) * 1e3)}: see {out / 'paper.md'}"
         )
+
+
+def _about(seed: int, num_seeds: int, num_cells: int, start_s: float) -> list[str]:
+    """Return what made the page: commit, versions, time, and the data that all of it follows from."""
+    own, ended = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = sum(usage.ru_utime + usage.ru_stime for usage in (own, ended))
+    data = resources.files("cannikin.sim") / "data"
+    files = sorted(path for path in Path(str(data)).rglob("*.toml"))
+    seeds = f"seed {seed}" if num_seeds == 1 else f"seeds {seed} to {seed + num_seeds - 1}"
+    return [
+        f"{datetime.now(UTC):%Y-%m-%d}, commit {_commit()}. `python -m benchmarks paper`, {seeds}: {num_cells} cells, "
+        f"{cpu_s / 60:.1f} minutes of CPU time, {(time.perf_counter() - start_s) / 60:.1f} minutes on {os.cpu_count()} "
+        f"cores. Python {platform.python_version()}, numpy {np.__version__}.",
+        "",
+        "All of it follows from these files (SHA-256), the code and the seed:",
+        "",
+        "```",
+        *(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(str(data))}" for path in files),
+        "```",
+        "",
+    ]
+
+
+def _commit() -> str:
+    """Return the commit that is checked out, and whether the sources differ from it."""
+    here = Path(__file__).parent
+    said = [
+        subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=False).stdout.strip()
+        for words in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--", "../../src", "."])
+    ]
+    return (said[0] or "unknown") + (" with changes" if said[1] else "")
 
 
 def _take_measured(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

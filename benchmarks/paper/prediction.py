@@ -13,6 +13,7 @@ from cannikin.core.planner import Planner
 from cannikin.core.policies.cannikin import Controller
 from cannikin.core.policies.paper import PaperPlanner
 from cannikin.core.values import Job
+from cannikin.runlog import Predictions
 from cannikin.sim.runs import find_machine, job_for
 from cannikin.sim.simulation import Simulation
 from cannikin.sim.workload import find_workload
@@ -26,7 +27,8 @@ _GAMMA_STEPS = 200
 def prediction_errors(cluster: str, workload: str, seed: int, num_points: int = 6) -> list[dict[str, Any]]:
     """Return the predicted step time of each method's plan after 800 steps over the best split's, minus 1.
 
-    The best split is the ground truth's own, its time the median of 1,000 noisy steps.
+    The best split is the ground truth's own, its time the median of 1,000 noisy steps. "METHOD: before it ran" are the
+    errors of all plans for splits that had not run, by the steps that then ran under them.
     """
     machine, found = find_machine(cluster, workload), find_workload(workload)
     whole = job_for(machine, found)
@@ -36,9 +38,11 @@ def prediction_errors(cluster: str, workload: str, seed: int, num_points: int = 
         best_s = settled_step_s(machine, best_split(machine, job, total), seed)
         row: dict[str, Any] = {"total_batch": total, "best_s": best_s}
         for method in METHODS:
-            run = Simulation(machine, _planner(method, job), job, seed=seed).run(max_steps=_STEPS)
-            predicted_s = next((p.predicted_step_s for _, p in reversed(run.plans) if p.predicted_step_s), None)
-            row[method] = None if predicted_s is None else predicted_s / best_s - 1
+            told = Predictions()
+            simulation = Simulation(machine, _planner(method, job), job, seed=seed, observers=(told,))
+            run = simulation.run(max_steps=_STEPS)
+            row[method] = None if told.predicted_ms is None else told.predicted_ms / 1e3 / best_s - 1
+            row[f"{method}: before it ran"] = [each.error for each in told.outcomes if each.error is not None]
             row[f"{method}: reached"] = settled_step_s(machine, np.array(run.plan.local_batches), seed) / best_s - 1
         rows.append(row)
     return rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 # Largest reductions on cluster B.
 TIME_BELOW = {"DDP": 0.85, "AdaptDL": 0.52, "LB-BSP": 0.82}  # of the time to target
+ADAPTDL_BELOW = {"cifar10": 0.52, "imagenet": 0.29}  # of the time to target, of single workloads
 STEP_BELOW = {"DDP": 0.53, "LB-BSP": 0.18}  # of the step time
 
 # From an even start on cluster A, ImageNet, total batch 128.
@@ -21,4 +22,30 @@ OVERHEAD: dict[str, tuple[float | None, float | None]] = {
     "bert": (None, None),
     "cifar10": (0.09, 0.027),
     "ncf": (0.12, 0.039),
+}
+
+# What was measured for real, in committed reports; "none" where nothing was. Links are from benchmarks/reports.
+_NCCL, _GPU, _LAB = "[NCCL](2026-11-16-nccl.md)", "[GPU](2026-11-15-gpu.md)", "[lab](2026-11-15-lab.md)"
+REAL = {
+    "inputs": "one H200 in shares, CPU ranks ([examples](../../examples/README.md) train smaller relatives)",
+    "gamma": f"none of a network; of spin kernels to 0.2% ({_NCCL})",
+    "states": "drawn from a run's log by [`cannikin trace`](../../docs/trace.md)",
+    "totals": f"none by epoch; both end at the largest allowed, 2,048 ({_GPU})",
+    "accuracy": f"94% and a hit rate of 0.69 reached under all four policies ({_GPU})",
+    "ddp@B0": f"CIFAR-10 50 to 52%, NeuMF 64 to 70% (shares of one H200, {_GPU})",
+    "adaptdl": f"CIFAR-10 40 to 45%, NeuMF 36 to 39%, AdaptDL's policy in our runtime ({_GPU})",
+    "lb-bsp@B0": f"CIFAR-10 52 to 55%, NeuMF 66 to 67% ({_GPU})",
+    "ddp@best": "none",
+    "lb-bsp@best": "none",
+    "sharing": "a load on one of three shares, answered after 15 steps ([GPU, the limit](2026-11-16-gpu.md))",
+    "start": f"plan of step 14 to 19 ({_LAB}); 12 of 12 cells within 2.4% at step 30 "
+    "([GPU, the limit](2026-11-16-gpu.md))",
+    "steps even": f"3 to 52% on three NCCL ranks ({_NCCL}); 0 to 55% on shares of one H200 ({_GPU})",
+    "steps lb-bsp": f"-0.8 to +1.9%, LB-BSP really run ({_NCCL}); 1.0 to 2.6% ({_LAB})",
+    "overlap": "none",
+    "change": "none",
+    "sweep": f"step time below even, speeds 1, .8, .6: 3 to 18%; 1, .5, .25: 8 to 52% ({_NCCL})",
+    "prediction": f"before a plan ran median 2.4%, worst 8.2% ({_NCCL})",
+    "overhead": f"an even plan beyond DDP: ResNet-50 0.4%, BERT -0.7% ({_NCCL}); CPU ranks 0.8 to 2.9% "
+    "([overhead](2026-11-15-overhead-cpu.md))",
 }

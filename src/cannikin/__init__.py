@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from cannikin.core.split import optimal_split as optimal_split
     from cannikin.core.values import Split as Split
     from cannikin.live.view import LiveView as LiveView
+    from cannikin.runtime.batch_sampler import HeteroBatchSampler as HeteroBatchSampler
     from cannikin.runtime.engine import Engine as Engine
-    from cannikin.runtime.loader import HeteroBatchSampler as HeteroBatchSampler
     from cannikin.runtime.loader import HeteroDataLoader as HeteroDataLoader
     from cannikin.runtime.parallel import HeteroDataParallel as HeteroDataParallel
     from cannikin.runtime.parallel import attach as attach
@@ -38,7 +38,8 @@ _HOMES = {
     "cannikin.core.values": ["Split"],
     "cannikin.live.view": ["LiveView"],
     "cannikin.runtime.engine": ["Engine"],
-    "cannikin.runtime.loader": ["HeteroBatchSampler", "HeteroDataLoader"],
+    "cannikin.runtime.batch_sampler": ["HeteroBatchSampler"],
+    "cannikin.runtime.loader": ["HeteroDataLoader"],
     "cannikin.runtime.parallel": ["HeteroDataParallel", "attach"],
     "cannikin.runtime.snapshot": ["Snapshot"],
     "cannikin.runtime.update": ["by_progress"],

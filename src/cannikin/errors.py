@@ -13,6 +13,10 @@ class InvalidInputError(CannikinError, ValueError):
     """An argument is malformed or impossible."""
 
 
+class InfeasibleError(InvalidInputError):
+    """A policy has no split of this total batch within the ranks' bounds."""
+
+
 class ClusterFileError(InvalidInputError):
     """A cluster file is unreadable, malformed or impossible; the message names file, key and limit."""
 

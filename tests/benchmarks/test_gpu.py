@@ -75,15 +75,8 @@ def test_equal_compute_is_five_per_cent_and_more_from_the_best_in_every_cell_of_
 
 def made_run(plans: list[tuple[tuple[int, int], float | None]], seconds: list[float]) -> Run:
     made = [Plan(first_step=0, total_batch=8, local_batches=split, predicted_step_s=s) for split, s in plans]
-    nothing: dict = {"model": None, "optimizer": None}
+    nothing: dict = {"model": None, "optimizer": None, "engine": None}
     return Run(**nothing, seconds=np.array(seconds), plans=made)
-
-
-def test_a_prediction_is_what_a_plan_promised_before_it_had_run():
-    plans = [((4, 4), None)] * 8 + [((6, 2), 1.1)] + [((6, 2), 1.0)] * 9 + [((5, 3), 0.9)] * 4
-    (found,) = made_run(plans, [2.0] * 8 + [9.0, 9.0] + [1.0] * 8 + [0.9] * 4).predictions()
-    assert found["step"] == 8
-    assert found["error"] == pytest.approx(0.1)  # not by what it promised later, nor with its first two steps
 
 
 def test_a_run_knows_at_which_steps_its_splits_changed():

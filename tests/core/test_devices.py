@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.synthetic import Training, measure, random_cluster
-from cannikin.core.devices import DeviceId, Origin, find_origins, match_devices
+from cannikin.core.devices import DeviceId, Origin, find_departed, find_origins, match_devices
 from cannikin.core.perf import Cluster, Curve, step_time
 from cannikin.core.policies import make_planner
 from cannikin.core.policies.cannikin import Controller
@@ -299,6 +299,17 @@ def test_a_device_that_the_state_does_not_know_takes_its_profile() -> None:
     profile = stored(0, saved_s=1.0)
     new = DeviceId(host="c", name="L4")
     assert origins_of([new, A, new], [profile, None, None]) == [profile, 0, None]
+
+
+def test_a_device_that_has_gone_is_remembered_until_one_of_its_name_is_there_again() -> None:
+    state, earlier = learned().state_dict(), {"L4": stored(0, saved_s=1.0)}
+    gone = find_departed(state, [A, B, T4], [B], earlier, saved_s=100.0)
+    assert gone.keys() == {"L4", "T4"}  # not an H200: one is there
+    assert (gone["T4"]["saved_s"], gone["T4"]["host"]) == (100.0, "b")
+    alone = learned().with_ranks([1]).state_dict()
+    assert find_origins(alone, [B], [B, T4], [None, gone["T4"]], saved_s=200.0) == [0, gone["T4"]]
+    assert find_departed(alone, [B], [B, T4], gone, saved_s=200.0).keys() == {"L4"}
+    assert find_departed(state, [], [B], earlier, saved_s=100.0) == earlier  # of a state that names no devices
 
 
 def test_an_older_state_goes_by_number_where_ranks_are_as_many_and_else_by_profiles() -> None:

@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cannikin.core.goodput import choose_total, efficiency, total_grid
+from cannikin.core.perf import Cluster, Curve
+from cannikin.core.split import SplitSolver
 from cannikin.errors import InvalidInputError
 
 positive = st.floats(1e-3, 1e6)
@@ -64,6 +66,44 @@ def test_a_gain_of_five_per_cent_or_less_changes_nothing() -> None:
         choice = choose_total(totals, np.array([0.1, step_s]), np.ones(2), 64)
         assert choice.total_batch == want
     assert "64 -> 128" in choice.reason
+
+
+def test_a_distant_total_is_approached_in_steps_if_it_is_worth_it_even_where_the_first_step_alone_is_not() -> None:
+    totals = np.array([100, 200, 400])
+    choice = choose_total(totals, totals / np.array([100.0, 104.0, 107.0]), np.ones(3), 100, growth=2.0)
+    assert choice.total_batch == 200
+    assert choice.gain == pytest.approx(1.04)
+    assert choice.reason == "total batch 100 -> 200, on its way to 400: goodput there +7%"
+    last = choose_total(totals, totals / np.array([100.0, 104.0, 107.0]), np.ones(3), 200, growth=2.0)
+    assert last.total_batch == 200, "the rest of the way would gain less than 5%"
+
+
+@given(
+    initial=st.integers(1, 256),
+    noise_scale=st.floats(1e-2, 1e6),
+    fixed_s=st.lists(st.floats(1e-3, 1.0), min_size=2, max_size=4),
+    sample_us=st.lists(st.floats(1.0, 1e4), min_size=4, max_size=4),
+    most=st.lists(st.integers(8, 4096), min_size=4, max_size=4),
+)
+def test_on_the_way_to_the_best_total_goodput_only_rises(
+    initial: int, noise_scale: float, fixed_s: list[float], sample_us: list[float], most: list[int]
+) -> None:
+    n = len(fixed_s)
+    cluster = Cluster(
+        forward=Curve(fixed_s=fixed_s, per_sample_s=np.array(sample_us[:n]) * 1e-6),
+        backward=Curve(fixed_s=[0.0] * n, per_sample_s=np.array(sample_us[:n]) * 2e-6),
+        gammas=[0.3, 1.0],
+        tails_s=[0.2, 0.01],
+        max_batch=most[:n],
+    )
+    grid = total_grid(max(n, min(initial, sum(most[:n]))), sum(most[:n]))
+    # In whole samples a step time has stairs, of at most one sample of the slowest rank.
+    smooth = 3e-6 * max(sample_us[:n])
+    goodput = grid * efficiency(grid, initial_batch=int(grid[0]), noise_trace=noise_scale, signal_sqnorm=1.0)
+    slower, faster = (goodput / (SplitSolver(cluster).step_times(grid) + extra) for extra in (smooth, 0.0))
+    best = int(slower.argmax())
+    for here in range(best):
+        assert faster[here : best + 1].min() >= slower[here] * (1 - 1e-9)
 
 
 def test_a_total_that_is_the_best_already_is_not_compared_with_itself() -> None:

@@ -52,7 +52,7 @@ def test_no_policy_gives_a_rank_more_than_its_memory_holds(policy: str) -> None:
     assert any("memory holds rank 0 to 72 samples" in plan.reason for plan in plans)
 
 
-@pytest.mark.parametrize("policy", ADAPTIVE)
+@pytest.mark.parametrize("policy", ["cannikin", "lb-bsp", "paper"])
 def test_a_batch_above_a_new_cap_is_cut_down_at_once(policy: str) -> None:
     training = started(policy, Job(num_ranks=3, batch_size=192, num_samples=192 * 20))
     assert training.plans[0].local_batches[1] == 64

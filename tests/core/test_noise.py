@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 
-from cannikin.core.noise.estimate import ESTIMATORS, fieller_limits, noise_scale
+from cannikin.core.noise.estimate import ESTIMATORS, fieller_limits, noise_scale, whole_norms
 from cannikin.core.noise.tracker import NoiseTracker
 from cannikin.errors import InvalidInputError, StateError
 
@@ -135,6 +135,45 @@ def test_every_estimator_is_unbiased_on_a_known_gaussian(split):
         steps = np.array([both(noise_scale(split, *step, *how)) for step in zip(local, whole, strict=True)])
         errors = (steps.mean(axis=0) - [NOISE, SIGNAL]) / (steps.std(axis=0) / 2000**0.5)
         assert np.abs(errors).max() < 4, how
+
+
+def shard_norms(split, num_steps, rng, num_replicas=1):
+    """|g_i|^2 and |g|^2 on each rank's own shard of the coordinates, [steps, n]; replicas have their part of both."""
+    num_shards = len(split) // num_replicas
+    variances = NOISE / np.arange(1, 11) / (1 / np.arange(1, 11)).sum()
+    batches = np.array(split)[:, None]
+    means = rng.normal(size=(num_steps, len(split), 10)) * np.sqrt(variances / batches) + math.sqrt(SIGNAL / 10)
+    total = (means * batches).sum(axis=1) / sum(split)
+    shards = np.array_split(np.arange(10), num_shards)
+    own = [(means[:, i, shards[i % num_shards]] ** 2).sum(axis=1) / num_replicas for i in range(len(split))]
+    of_sum = [(total[:, shards[i % num_shards]] ** 2).sum(axis=1) / num_replicas for i in range(len(split))]
+    return np.stack(own, axis=1), np.stack(of_sum, axis=1)
+
+
+@pytest.mark.parametrize(("split", "num_replicas"), [((4, 60), 1), ((8, 16, 40), 1), ((4, 4, 8, 48), 2)])
+def test_norms_of_shards_tell_the_noise_without_bias_to_every_estimator(split, num_replicas):
+    own, shards = shard_norms(split, 20_000, np.random.default_rng(0), num_replicas)
+    local, whole = whole_norms(np.array(split), own, shards), shards.sum(axis=1)
+    for how in HOWS:
+        first = both(noise_scale(split, np.maximum(local[0], 0), whole[0], *how))
+        assert first == pytest.approx(both(noise_scale(split, np.maximum(local[0], 0), whole[0])), rel=1e-9)
+    noise = (np.array(split) * (local - whole[:, None])).sum(axis=1) / (len(split) - 1)
+    assert noise.mean() == pytest.approx(NOISE, rel=0.02)
+    assert (whole - noise / sum(split)).mean() == pytest.approx(SIGNAL, rel=0.05)
+
+
+def test_norms_of_shards_never_make_the_tracker_see_disagreement():
+    split, tracker = (4, 60), NoiseTracker(initial_batch=64)
+    own, shards = shard_norms(split, 500, np.random.default_rng(1))
+    local = whole_norms(np.array(split), own, shards)
+    kept = (local >= 0).all(axis=1)
+    feed(tracker, split, local[kept], shards.sum(axis=1)[kept])
+    assert tracker.flags == ()
+    assert tracker.blend(split) == 0.5, "nothing is learned from rounding"
+
+
+def test_a_rank_without_a_norm_leaves_the_step_without_one():
+    assert np.isnan(whole_norms([8, 24], [math.nan, 1.0], [1.0, 0.5])).all()
 
 
 def test_values_are_raw_and_the_scale_is_infinite_without_a_positive_signal():
@@ -293,6 +332,42 @@ def test_averages_decay_by_samples():
     assert [tracker.noise_trace, tracker.signal_sqnorm] == pytest.approx(want)
 
 
+def test_gradients_that_shrink_are_followed_although_earlier_ones_were_larger():
+    tracker, split = NoiseTracker(initial_batch=32), np.array([8, 24])
+    for step in range(2001):  # as a network learns: |G|^2 falls faster than the noise
+        signal, noise = 0.5 ** (step / 200), 20 * 0.5 ** (step / 400)
+        tracker.update(split, signal + noise / split, signal + noise / 32)
+    assert 0.2 < tracker.noise_scale / (noise / signal) < 1, "what was before still counts, but does not decide"
+
+
+def test_a_change_of_size_alone_changes_nothing():
+    rng, split = np.random.default_rng(15), (8, 24)
+    local, whole = gaussian_norms(split, 400, rng)
+    sizes = np.exp(np.linspace(0, 20, 400))
+    steady, growing = NoiseTracker(initial_batch=32), NoiseTracker(initial_batch=32)
+    feed(steady, split, local, whole)
+    feed(growing, split, local * sizes[:, None], whole * sizes)
+    assert growing.noise_scale == pytest.approx(steady.noise_scale, rel=0.05)
+    assert growing.limits == pytest.approx(steady.limits, rel=0.1)
+
+
+def test_a_total_below_what_the_limits_support_is_judged_by_the_estimate_and_one_above_by_the_lower_limit():
+    tracker, rng = NoiseTracker(initial_batch=64), np.random.default_rng(16)
+    feed(tracker, (8, 16, 40), *gaussian_norms((8, 16, 40), 30, rng))
+    low, phi, totals = tracker.limits[0], tracker.noise_scale, np.array([64, 128, 256])
+    shares = tracker.supported(totals, 128)
+    assert shares[:2] == pytest.approx((phi + 64) / (phi + totals[:2]))
+    assert shares[2] == pytest.approx(shares[1] * (low + 128) / (low + 256))
+
+
+def test_where_noise_drowns_the_signal_for_certain_every_total_is_supported():
+    tracker = NoiseTracker(initial_batch=64)
+    for step in range(20):
+        tracker.update([32, 32], [2.0 + 0.01 * (step % 2), 2.0], 0.5)  # G = 2 X - mean X_i < 0
+    assert tracker.limits == (math.inf, math.inf)
+    assert tracker.supported(np.array([64, 128, 256]), 128).tolist() == [1.0, 1.0, 1.0]
+
+
 def test_a_gradient_that_is_not_finite_is_skipped_and_counted():
     tracker = NoiseTracker(initial_batch=64)
     tracker.update([4, 60], [3.0, 1.0], 0.9)
@@ -381,6 +456,21 @@ def test_a_state_through_json_continues_bit_for_bit():
     assert (feed(first, split, local, whole) == feed(second, split, local, whole)).all()
     assert first.state_dict() == second.state_dict()
     assert first.limits == second.limits
+
+
+def test_a_state_from_before_sizes_and_samples_were_kept_goes_on_too():
+    tracker, newer = NoiseTracker(initial_batch=32), {"samples_passed", "size_weight", "log_size"}
+    feed(tracker, (8, 24), *gaussian_norms((8, 24), 100, np.random.default_rng(17)))
+    state = tracker.state_dict()
+    older = {
+        part: {k: v for k, v in state[part].items() if k not in newer} for part in ("control", "averages", "steps")
+    }
+    second = NoiseTracker(initial_batch=32)
+    second.load_state_dict(older)
+    assert second.noise_scale == tracker.noise_scale
+    for each in (tracker, second):
+        feed(each, (8, 24), *gaussian_norms((8, 24), 50, np.random.default_rng(18)))
+    assert second.noise_scale == pytest.approx(tracker.noise_scale, rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,19 @@ def test_a_gradient_is_compared_with_the_step_before_it_only() -> None:
         assert tracker.num_steps == num_pairs, f"without steps {left_out}"
 
 
+def test_averages_forget_by_what_was_trained_on_whether_norms_were_taken_or_not() -> None:
+    every, fourth = NoiseTracker(initial_batch=16), NoiseTracker(initial_batch=16)
+    for k in range(80):
+        sqnorms = (2.0, 100.0) if k < 40 else (0.125, 130.0)  # gradients of one size
+        window = measure(PAIR, [(8, 8)] * 10, RNG(k), first_step=10 * k, sqnorms=sqnorms)
+        every.observe(window)
+        local = np.where(np.arange(10 * k, 10 * k + 10)[:, None] % 4 == 3, window.local_sqnorm, np.nan)
+        fourth.observe(replace(window, local_sqnorm=local))
+    assert fourth.num_steps == every.num_steps / 4
+    assert 50 < every.noise_scale < 1040
+    assert fourth.noise_scale == pytest.approx(every.noise_scale, rel=0.01)
+
+
 def test_norms_of_gradients_that_piled_up_are_of_so_many_times_the_batch() -> None:
     """K means of b_i Gaussian samples each: S and G without bias, times K^2, and the noise scale is right."""
     rng, trace, dimensions, num_batches = RNG(3), 400.0, 50, 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +17,8 @@ from cannikin.core.policies.cannikin import Controller
 from cannikin.core.policies.paper import PaperPlanner
 from cannikin.core.policies.plans import even_batches, inverse_batches
 from cannikin.core.split import optimal_split
-from cannikin.core.values import Job
-from cannikin.errors import InvalidInputError, StateError
+from cannikin.core.values import NO_MAX, Job
+from cannikin.errors import InfeasibleError, InvalidInputError, StateError
 
 CLUSTER = Cluster.two_point(
     forward=Curve(fixed_s=[0.002, 0.004, 0.006], per_sample_s=[1e-4, 2e-4, 4e-4]),
@@ -138,12 +139,64 @@ def test_adaptdls_first_choice_counts_however_small_its_gain_and_later_ones_only
     job = Job(num_ranks=3, batch_size=96, max_batch_size=960, num_samples=96 * 20)
     training = started("adaptdl", job, 7)
     quiet = {"noise": 0.0, "outliers": 0.0}
-    first = training.run(CLUSTER, 20, sqnorms=(1.0, 70.0), **quiet)
+    first = training.run(CLUSTER, 20, sqnorms=(1.0, 30.0), **quiet)
     assert first.total_batch > 96
     assert 0 < float(first.reason.split("goodput +")[1].split("%")[0]) <= 4
-    # A little more noise would make the best total a little larger, for too small a gain.
-    later = training.run(CLUSTER, 200, sqnorms=(1.0, 91.0), **quiet)
+    # Another noise would make the best total another, for too small a gain.
+    later = training.run(CLUSTER, 200, sqnorms=(1.0, 33.0), **quiet)
     assert later.total_batch == first.total_batch
+    assert "not more than 5%" in [each.choice.reason for each in training.decisions if each.choice][-1]
+
+
+def test_adaptdl_gives_all_ranks_the_same_and_no_more_than_the_smallest_memory_holds() -> None:
+    job = Job(num_ranks=3, batch_size=96, max_batch_size=960, max_local=(400, 100, 50), num_samples=96 * 20)
+    training = started("adaptdl", job, 7)
+    plan = training.run(CLUSTER, 200, sqnorms=(1.0, 1e6))
+    assert plan.local_batches == (50, 50, 50)
+
+
+def test_adaptdl_gives_all_ranks_less_where_a_memory_turns_out_smaller() -> None:
+    job = Job(num_ranks=3, batch_size=96, max_batch_size=960, num_samples=96 * 20)
+    training = started("adaptdl", job, 7)
+    assert training.run(CLUSTER, 100, sqnorms=(1.0, 1e6)).local_batches[0] > 60
+    for cap, most in ((60, 60), (20, 32)):  # never less than B0: there AdaptDL runs out of memory
+        batches = [training.plans[-1].local_batches] * 10
+        window = measure(CLUSTER, batches, training.rng, first_step=training.step, sqnorms=(1.0, 1e6))
+        plan = training.show(replace(window, max_batch=np.array([NO_MAX, cap, NO_MAX]))).plan
+        assert plan.local_batches == (most,) * 3
+        assert f"the smallest memory holds {most} samples" in plan.reason
+
+
+def test_adaptdl_profiles_rank_0_alone() -> None:
+    job = Job(num_ranks=3, batch_size=96, max_batch_size=960, num_samples=96 * 20)
+    window = measure(CLUSTER, [(32, 32, 32)] * 20, np.random.default_rng(1), sqnorms=(1.0, 500.0))
+    learned = []
+    for factors in ([1.0, 1.0, 1.0], [1.0, 2.0, 3.0], [2.0, 1.0, 1.0]):
+        planner, slower = make_planner("adaptdl", job), np.array(factors)
+        times = {"before_s": window.before_s * slower, "ready_s": window.ready_s * slower[:, None]}
+        planner.decide(replace(window, **times), job, 20)
+        learned.append(planner.state_dict()["points"])
+    assert learned[0] == learned[1]
+    assert learned[0] != learned[2]
+
+
+@pytest.mark.parametrize("policy", ["adaptdl", "paper"])
+def test_policies_of_others_take_norms_in_every_step(policy: str) -> None:
+    training = started(policy, Job(num_ranks=3, batch_size=96), 0)
+    assert all(training.schedule.takes_norms(step) for step in range(200))
+    training.run(CLUSTER, 50)
+    assert all(training.schedule.takes_norms(step) for step in range(200))
+    assert not started("cannikin", Job(num_ranks=3, batch_size=96), 0).schedule.takes_norms(100)
+
+
+def test_adaptdls_noise_scale_forgets_by_its_own_constant() -> None:
+    job = Job(num_ranks=3, batch_size=96, num_samples=96 * 20)
+    training = started("adaptdl", job, 0)
+    training.run(CLUSTER, 500, sqnorms=(1.0, 100.0))
+    training.run(CLUSTER, 500, sqnorms=(1.0, 1000.0))
+    noise, kept = training.decision.noise, 0.997**500
+    assert noise is not None
+    assert noise.noise_scale == pytest.approx(1000 - 900 * kept * (1 - kept) / (1 - kept**2), rel=0.01)
 
 
 def test_adaptdls_model_is_recovered_from_its_own_times() -> None:
@@ -172,6 +225,17 @@ def test_the_paper_learns_for_two_epochs_and_reaches_optperf_in_the_third() -> N
     optimum = optimal_split(CLUSTER, plan.total_batch).step_s
     assert step_time(CLUSTER, plan.local_batches) <= 1.02 * optimum
     assert plan.predicted_step_s == pytest.approx(optimum, rel=0.02)
+
+
+def test_the_papers_total_moves_from_the_second_epoch_on() -> None:
+    job = Job(num_ranks=3, batch_size=96, max_batch_size=768, num_samples=96 * 40)
+    training = started("paper", job, 8)
+    training.run(CLUSTER, 45, sqnorms=(1.0, 1e5), noise=0.0, outliers=0.0)
+    plan = training.plans[training.phases.index("inverse")]
+    assert plan.total_batch > 2 * 96
+    sample_s = [1 / batch for batch in plan.local_batches]
+    assert sample_s == sorted(sample_s), "by equation 8: the slower, the fewer"
+    assert "second epoch: equation 8; total batch 96 ->" in plan.reason
 
 
 def test_the_paper_never_hands_out_negative_batches() -> None:
@@ -231,7 +295,21 @@ def test_equation_8_gives_batches_in_inverse_proportion_within_the_bounds() -> N
     assert inverse_batches(Job(num_ranks=3, batch_size=70), 70, np.array([1.0, 2.0, 4.0])) == (40, 20, 10)
 
 
-def test_the_even_split_respects_bounds() -> None:
+@pytest.mark.parametrize("policy", ["even", "adaptdl", "lb-bsp"])
+@pytest.mark.parametrize(
+    ("bounds", "words"), [({"max_local": (30, 99, 99)}, "at most 30"), ({"min_local": (1, 50, 1)}, "at least 50")]
+)
+def test_an_even_split_that_ddp_cannot_hold_is_infeasible(policy: str, bounds: dict[str, Any], words: str) -> None:
+    with pytest.raises(InfeasibleError, match=f"an even split of 96 gives rank . 32 samples, and it may have {words}"):
+        make_planner(policy, Job(num_ranks=3, batch_size=96, **bounds))
+
+
+def test_local_batches_that_are_set_are_what_even_means() -> None:
+    job = Job(num_ranks=2, batch_size=32, min_local=(24, 8), max_local=(24, 8))
+    assert make_planner("even", job).decide(None, job, 0).plan.local_batches == (24, 8)
+
+
+def test_a_split_to_begin_with_respects_bounds() -> None:
     assert even_batches(Job(num_ranks=3, batch_size=10), 10) == (4, 3, 3)
     assert even_batches(Job(num_ranks=3, batch_size=10, max_local=(2, 9, 9)), 10) == (2, 4, 4)
 

@@ -67,6 +67,7 @@ def check_two_ranks(printed: str, summary: dict) -> None:
         ("ncf", made_up.write_movielens),
         ("char_lm", made_up.write_text),
         ("speech_ctc", made_up.write_an4),
+        ("gpt_fsdp", made_up.write_text),
     ],
 )
 def test_the_example_learns_on_two_ranks(name, write, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 from datetime import timedelta
@@ -9,11 +10,14 @@ from typing import Any
 
 import numpy as np
 import parity_cases
+import sharded_cases
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from training_cases import ScriptedPlanner
 
-from cannikin import HeteroDataLoader, HeteroDataParallel, step_time
+from cannikin import HeteroDataLoader, HeteroDataParallel, attach, step_time
 from cannikin.lab.cluster import LabDevice
 from cannikin.lab.mechanisms.gpu import as_host
 from cannikin.lab.spin import SpinPace
@@ -49,6 +53,45 @@ def run_cases(rank: int, world_size: int, folder: str, mps: dict[str, str], form
     return parity_cases.run_cases(rank, world_size, names)
 
 
+def run_sharded_cases(rank: int, world_size: int, folder: str, mps: dict[str, str], group: str) -> Any:
+    """Run parity cases of modules under `fully_shard` on the GPU."""
+    begin(rank, world_size, folder, mps, "nccl")
+    parity_cases.DEVICE = "cuda"
+    return sharded_cases.run_cases(rank, world_size, group)
+
+
+class Keeping(ScriptedPlanner):
+    """Keeps the last window that it was shown."""
+
+    window: Any = None
+
+    def decide(self, window: Any, job: Any, step: int) -> Any:
+        self.window = self.window if window is None else window
+        return super().decide(window, job, step)
+
+
+def layer_times(
+    rank: int, world_size: int, folder: str, mps: dict[str, str], speeds: tuple[float, ...], num_steps: int
+) -> dict[str, Any]:
+    """Return the last window of a run of sharded layers that spin for a known time."""
+    begin(rank, world_size, folder, mps, "nccl")
+    device = LabDevice(speed=speeds[rank], sample_s=SAMPLE_S, fixed_s=FIXED_S, forward_share=FORWARD_SHARE)
+    Throttle(device, make_pace=SpinPace).install()
+    net = layers()
+    for layer in net:
+        fully_shard(layer)
+    fully_shard(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    planner = Keeping([(12,) * world_size])
+    engine = attach(net, optimizer, policy=planner)
+    for _ in HeteroDataLoader(Numbers(12 * world_size * num_steps), model=engine, batch_size=12 * world_size):
+        optimizer.zero_grad()
+        inputs = torch.randn(engine.local_batch, WIDTH, device="cuda", requires_grad=True)  # so that all layers spin
+        net(inputs).square().mean().backward()
+        optimizer.step()
+    return {"window": planner.window}
+
+
 def carriers(rank: int, world_size: int, folder: str, mps: dict[str, str], form: str) -> list[str]:
     """Return who carries CUDA tensors over the default group, over a new group and over a mesh's."""
     begin(rank, world_size, folder, mps, form)
@@ -70,21 +113,61 @@ class Numbers(torch.utils.data.Dataset):
         return indices
 
 
-def layers() -> nn.Sequential:
+def layers(*first: nn.Module) -> nn.Sequential:
     """Layers of one size, so that spinning is shared out over buckets in a way that is known."""
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS))).cuda()
+    return nn.Sequential(*first, *(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS))).cuda()
+
+
+def memory_beyond_ddp(rank: int, world_size: int, folder: str, mps: dict[str, str], form: str) -> int:
+    """Train an even split with plain DDP and with ours; return the bytes that ours takes more of the GPU's memory."""
+    begin(rank, world_size, folder, mps, form)
+    inputs, taken = torch.randn(32, WIDTH, device="cuda"), []
+    for wrap in (lambda net, _: nn.parallel.DistributedDataParallel(net, bucket_cap_mb=4), _even):
+        net = layers()
+        optimizer = torch.optim.Adam(net.parameters(), lr=1e-6)
+        model = wrap(net, optimizer)
+        for _ in range(60):
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+        torch.cuda.synchronize()
+        taken.append(torch.cuda.max_memory_reserved())
+        del net, optimizer, model
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    return taken[1] - taken[0]
+
+
+def _even(net: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    """Ours, which takes a batch from its loader whenever forward is called."""
+    model = HeteroDataParallel(net, optimizer, bucket_cap_mb=4, policy="even")
+    total = 32 * dist.get_world_size()
+    batches = iter(HeteroDataLoader(Numbers(60 * total), model=model, batch_size=total, collate_fn=len))
+
+    def forward(inputs: torch.Tensor) -> torch.Tensor:
+        return model(inputs[: next(batches)])
+
+    return forward
 
 
 def learned(
-    rank: int, world_size: int, folder: str, mps: dict[str, str], form: str, speeds: tuple[float, ...], steps: int
+    rank: int,
+    world_size: int,
+    folder: str,
+    mps: dict[str, str],
+    form: str,
+    speeds: tuple[float, ...],
+    steps: int,
+    normed: bool = False,
 ) -> dict[str, Any] | None:
     """Train on devices of known times; return what rank 0 has learned of them, and the truth, by name."""
     begin(rank, world_size, folder, mps, form)
     device = LabDevice(speed=speeds[rank], sample_s=SAMPLE_S, fixed_s=FIXED_S, forward_share=FORWARD_SHARE)
     throttle = Throttle(device, make_pace=SpinPace)
     throttle.install()
-    net = layers()
+    net = layers(nn.BatchNorm1d(WIDTH)) if normed else layers()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
     model = HeteroDataParallel(net, optimizer, bucket_cap_mb=16)
     sums = Sums(model.engine._reducer)

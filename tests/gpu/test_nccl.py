@@ -52,6 +52,21 @@ def test_every_form_of_a_group_is_measured_as_well(form, mps, tmp_path):
     assert max(errors_of(learned).values()) <= 0.05, learned
 
 
+@pytest.mark.timeout(120)
+def test_forward_is_true_where_batch_norm_statistics_are_summed_ahead_of_the_gradients(mps, tmp_path):
+    settings = str(tmp_path), mps, "nothing named", SPEEDS[:3], 90, True
+    learned, *_ = run_ranks(nccl_cases.learned, 3, *settings, timeout_s=100)
+    errors = errors_of(learned)
+    assert max(errors[name] for name in ("forward", "backward", "step")) <= 0.05, learned
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("form", ["nccl", "gloo"])
+def test_norms_take_little_of_the_gpus_memory(form, mps, tmp_path):
+    for num_bytes in run_ranks(nccl_cases.memory_beyond_ddp, 2, str(tmp_path), mps, form, timeout_s=100):
+        assert num_bytes <= 256 * 2**20  # a workspace of cuBLAS for each of torch's streams would be 1 GiB
+
+
 LAUNCHES = {
     "cases on 2": (2, [*parity_cases.CASES]),
     "cases on 3": (3, [*parity_cases.CASES, *parity_cases.MORE_CASES]),

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from clock import Clock
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -32,6 +33,13 @@ def throttle(clock):
     made.install()
     yield made
     made.remove()
+
+
+@pytest.fixture
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def network() -> nn.Sequential:
@@ -184,15 +192,11 @@ def test_speed_changes_at_the_training_forward_that_was_named(clock):
     assert clock.sleeps == pytest.approx([0.1, 0.1, 0.2, 0.2])
 
 
-def test_waiting_for_other_ranks_before_forward_is_not_work(throttle, clock):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        ddp = DistributedDataParallel(network())
-        ddp.register_forward_pre_hook(lambda *_: clock.work(5.0))  # where DDP waits for rank 0's buffers
-        ddp(inputs()).sum().backward()
-        del ddp  # before its group: else it joins gloo's threads under the GIL, for which one of them may be waiting
-    finally:
-        dist.destroy_process_group()
+def test_waiting_for_other_ranks_before_forward_is_not_work(throttle, clock, alone):
+    ddp = DistributedDataParallel(network())
+    ddp.register_forward_pre_hook(lambda *_: clock.work(5.0))  # where DDP waits for rank 0's buffers
+    ddp(inputs()).sum().backward()
+    del ddp  # before its group: else it joins gloo's threads under the GIL, for which one of them may be waiting
     assert sum(clock.sleeps) == pytest.approx(FORWARD_S + BACKWARD_S)
 
 
@@ -227,3 +231,36 @@ def test_nothing_is_slowed_once_it_is_removed(throttle, clock):
     clock.sleeps.clear()
     net(inputs()).sum().backward()
     assert clock.sleeps == []
+
+
+class Blocks(nn.Module):
+    """A part of two layers and one of one, and a layer of the root's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.parts = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), nn.Linear(8, 8)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+def test_each_sharded_part_takes_its_share_between_its_collectives(throttle, clock, alone):
+    net = Blocks()
+    for part in net.parts:
+        fully_shard(part)
+    fully_shard(net)
+    net(inputs()).sum().backward()  # hooks are set at the first forward
+    clock.sleeps.clear()
+    output = net(inputs())
+    assert clock.sleeps == pytest.approx([FORWARD_S / 2, FORWARD_S / 4, FORWARD_S / 4])  # parts, then the root's own
+    clock.sleeps.clear()
+    output.sum().backward()
+    assert clock.sleeps == pytest.approx([BACKWARD_S / 4, BACKWARD_S / 4, BACKWARD_S / 2])
+    throttle.remove()
+    clock.sleeps.clear()
+    net(inputs()).sum().backward()
+    assert not clock.sleeps

@@ -22,6 +22,8 @@ def test_only_rank_0_shows_the_run_and_it_shows_both_ranks(tmp_path):
     assert "step time" in screen.text
     assert "slowest       rank 1" in screen.text
     lines = first["file"].splitlines()
-    assert len(lines) == 2
     assert all(line.startswith("cannikin: step ") for line in lines)
+    assert (
+        len([line for line in lines if "total batch" in line]) == 2
+    )  # others tell of ranks that other programs slowed
     assert re.search(r'cannikin_rank_local_batch\{.*rank="1"', first["prometheus"])

@@ -37,11 +37,50 @@ def test_the_headline_says_what_ran_how_it_went_and_how_it_ended():
         "Made up (1,000 parameters) trained on 3 ranks: 3 x made up",
         "120 steps",
         "split 24, 16, 8",
-        "3.3% off",
+        "The one plan for a split that had never run predicted its step time 3.3% off.",
         "its own first windows, which had 3 x 16",
         "The run ended as it should, at step 120.",
     ):
         assert part in said
+
+
+def two_new_splits(first_step: int = 0):
+    return [
+        header(first_step=first_step),
+        window(first_step, (16, 16, 16), step_ms=50.0),
+        plan(first_step + 10, (24, 16, 8), predicted_step_ms=36.0),
+        window(first_step + 14, (24, 16, 8), step_ms=30.0),
+        plan(first_step + 24, (23, 16, 9), predicted_step_ms=30.0),
+        window(first_step + 28, (23, 16, 9), step_ms=30.3),
+        plan(first_step + 38, (23, 16, 9), predicted_step_ms=30.3, first_step=first_step + 28),
+    ]
+
+
+def test_predictions_are_told_by_both_measures():
+    said = " ".join(headline(read(two_new_splits())))
+    assert "Half of the 2 plans for splits that had never run predicted their step time to within 10%" in said
+    assert "the worst was 20% off." in said
+    assert "The last plan predicts 30.3 ms; the best of 3 splits of this total batch that ran took 30 ms" in said
+    assert "took 30 ms: 1.0% off." in said
+
+
+def test_what_was_promised_of_splits_that_had_never_run_is_marked_where_they_begin():
+    drawn = next(f for group in run_charts(read(two_new_splits())).values() for f in group if f.name == "predicted")
+    (marks,) = [trace for trace in drawn.views[0].traces if trace["name"] == "promised"]
+    assert (marks["x"], marks["y"]) == ([14.0, 28.0], [36.0, 30.0])
+
+
+def test_a_log_that_begins_in_mid_run_is_said_not_to_know_which_splits_had_run():
+    records = two_new_splits(first_step=400)
+    said = " ".join(headline(read(records)))
+    assert "The log begins at step 400: which splits had run before is not known" in said
+    assert "splits that had never run" not in said
+    assert "not known: the log begins later" in page_of(records)
+
+
+def test_a_policy_that_predicts_nothing_has_no_sentence_on_predictions():
+    found = read([header(), plan(0, (16, 16, 16), predicted_step_ms=None), window(4, (16, 16, 16))])
+    assert "predict" not in " ".join(headline(found))
 
 
 def test_the_bottleneck_is_named_where_others_wait_for_it():

@@ -100,6 +100,15 @@ def test_the_timeline_is_a_valid_step_of_median_duration():
     assert (record.num_valid, record.local_batches) == (3, (8, 8))
 
 
+def test_a_short_last_step_that_alone_is_valid_does_not_stand_for_the_window():
+    valid = np.array([[False, False], [False, False], [False, False], [True, True]])
+    times = np.full((4, 2), 0.01)
+    record = window_record(
+        made_window([[8, 8]] * 3 + [[3, 2]], times, times[..., None], times[..., None] + 0.01, valid)
+    )
+    assert (record.total_batch, record.num_valid, record.step_ms) == (16, 0, None)
+
+
 def test_a_window_without_a_valid_step_has_nulls_and_no_timeline():
     nothing = np.full((2, 2), np.nan)
     window = made_window(

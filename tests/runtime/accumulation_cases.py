@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from framework_loop_cases import groups
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
 from training_cases import Numbered, ScriptedPlanner, TinyNet, digits, digits_net, fail_on_warnings
@@ -23,7 +24,8 @@ class Piling:
     """A loop that takes a step for every so many batches, in each pass one more where that number `grows`.
 
     `at_the_end` says what becomes of a last group that is not full: a "step", or its gradients are "carried" into the
-    next pass, or "dropped". With `parts` each batch is cut by `micro_batches`.
+    next pass, or "dropped". With `parts` each batch is cut by `micro_batches`. Where they are `fetched_together`, all
+    batches of a group are fetched before the first is trained on, as Transformers does.
     """
 
     num_batches: int = 3
@@ -31,6 +33,7 @@ class Piling:
     no_sync: bool = True
     at_the_end: str = "step"
     parts: int | None = None
+    fetched_together: bool = False
 
     def __call__(self, model: Any, optimizer: Any, loader: Any, epoch: int) -> Iterator[None]:
         """Yields after every step of the optimizer."""
@@ -38,7 +41,7 @@ class Piling:
         piled, last, full = 0, len(loader) - 1, self.num_batches + epoch * self.grows
         if self.at_the_end != "carried":
             optimizer.zero_grad()
-        for number, (features, targets, _) in enumerate(loader):
+        for number, (features, targets, _) in enumerate(groups(loader, full if self.fetched_together else 1)):
             piled += 1
             steps = piled >= full or (number == last and self.at_the_end == "step")
             with nullcontext() if steps or not self.no_sync else model.no_sync():
@@ -135,7 +138,7 @@ class Growing(ScriptedPlanner):
     noise = Noise(signal_sqnorm=1.0, noise_trace=30.0)
 
 
-def grown(rank: int, no_sync: bool) -> list[tuple[int, float, float]]:
+def grown(rank: int, loop: Piling) -> list[tuple[int, float, float]]:
     """Total batch, rate inside of the step at a rate of 1, and progress that was made, in each step over 3 batches."""
     fail_on_warnings()
     net = TinyNet()
@@ -145,7 +148,7 @@ def grown(rank: int, no_sync: bool) -> list[tuple[int, float, float]]:
     rates: list[float] = []
     optimizer.register_step_pre_hook(lambda *_: rates.append(optimizer.param_groups[0]["lr"]))
     found, before = [], 0.0
-    for _ in Piling(no_sync=no_sync)(model, optimizer, loader, 0):
+    for _ in loop(model, optimizer, loader, 0):
         found.append((model.plan.total_batch, rates[-1], model.progress - before))
         before = model.progress
     return found

@@ -209,6 +209,27 @@ def error(
     return worst_difference(ours, [p.detach() for model in (gen, disc) for p in model.parameters()])
 
 
+def several_attached(rank: int, world_size: int) -> float:
+    """The same error where two discriminators share an optimizer and are attached at once: HiFi-GAN."""
+    script, data = _Script(), samples(61)
+
+    def trained(*, ranked: bool) -> list[torch.Tensor]:
+        nets = [fresh(net, torch.float64) for net in (generator, discriminator, discriminator)]
+        opt_g = torch.optim.SGD(nets[0].parameters(), lr=0.05, momentum=0.5)
+        opt_d = torch.optim.SGD(itertools.chain(*(net.parameters() for net in nets[1:])), lr=0.05, momentum=0.5)
+        gen, *discs = [DistributedDataParallel(net) for net in nets] if ranked else nets
+        if ranked:
+            engine = attach(gen, opt_g, policy=FEED.planner(world_size), lr_rule="none")
+            attach(discs, opt_d, follows=engine, lr_rule="none")
+            batches = FEED(script, Holding(engine), rank, world_size, data)
+        else:
+            batches = FEED.whole(data, script)
+        dcgan(Gan(gen, lambda inputs: sum(disc(inputs) for disc in discs), opt_g, opt_d, batches, ranked=ranked))
+        return [p.detach() for net in nets for p in net.parameters()]
+
+    return worst_difference(trained(ranked=True), trained(ranked=False))
+
+
 def rates(rank: int, world_size: int) -> list[tuple[float, float, float]]:
     """The rates inside of each step of an optimizer that two followers share, of the leader's, and the plan's total."""
     nets = [fresh(net, torch.float64) for net in (generator, discriminator, discriminator)]
@@ -249,6 +270,7 @@ def mistakes(rank: int, world_size: int) -> list[str]:
         lambda: disc.use_batch(1, 2),
         lambda: HeteroDataParallel(nets[1], opts[1], follows=disc),
         lambda: HeteroDataParallel(nets[1], opts[1], follows=gen, policy="even"),
+        lambda: attach([gen, disc], opts[0]),
     ):
         try:
             mistake()
@@ -261,6 +283,7 @@ CASES: dict[str, Callable[[int], Any]] = {
     **{name: lambda rank, loop=loop: error(rank, 3, loop) for name, loop in LOOPS.items()},
     **{f"ahead, {name}": lambda rank, loop=loop: error(rank, 3, loop, is_ahead=True) for name, loop in AHEAD.items()},
     "attached": lambda rank: error(rank, 3, dcgan, attached=True),
+    "several attached": lambda rank: several_attached(rank, 3),
     "rates": lambda rank: rates(rank, 3),
     "mistakes": lambda rank: mistakes(rank, 3),
 }

@@ -18,7 +18,8 @@ from cannikin.core.noise.tracker import NoiseTracker
 from cannikin.core.policies.cannikin import Controller
 from cannikin.core.policies.plans import make_plan, save_plan
 from cannikin.core.values import Job
-from cannikin.runtime.loader import HeteroBatchSampler, HeteroDataLoader
+from cannikin.runtime.batch_sampler import HeteroBatchSampler
+from cannikin.runtime.loader import HeteroDataLoader
 from cannikin.runtime.parallel import HeteroDataParallel, attach
 from cannikin.runtime.update import by_progress
 
@@ -118,6 +119,15 @@ def training_in_eval_mode(rank: int) -> list[float]:
         take_step(model, optimizer, batch)
         break
     return model.module.second.bias.grad.tolist()
+
+
+def network_called_itself(rank: int) -> None:
+    """The network in the wrapped model is trained, so that no gradient reaches another rank."""
+    model, optimizer = make_model()
+    loader = HeteroDataLoader(Numbered(24), model=model, batch_size=6, local_batches=PINNED)
+    for features, *_ in loader:
+        model.module(features).sum().backward()
+        optimizer.step()
 
 
 def gradient_in_eval_mode(rank: int) -> int:

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 from training_cases import Numbered, digits, fail_on_warnings, make_model, one_epoch, take_step
 
 from cannikin.runlog import Record
-from cannikin.runtime.loader import HeteroBatchSampler, HeteroDataLoader
+from cannikin.runtime.batch_sampler import HeteroBatchSampler
+from cannikin.runtime.loader import HeteroDataLoader
 from cannikin.runtime.parallel import HeteroDataParallel
 
 NUMBERS = {

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import Dataset
 
 import cannikin
+from cannikin.errors import InvalidInputError
 from cannikin.runtime import ending
 
 NUM_SAMPLES = 46
@@ -168,6 +169,9 @@ def two_models(rank: int, world_size: int, folder: str, is_second: bool) -> Any:
     named = {"model_again": training.model, "optimizers": [training.optimizer], "critic": follower, "average": average}
     if is_second:
         named["more"] = torch.nn.Linear(1, 1)
+        with contextlib.suppress(InvalidInputError):  # else it would stand in the optimizer's place
+            cannikin.Snapshot(folder, training.model, every_s=None, optimizer=average)
+            raise AssertionError("an object under the name of the model's own was not refused")
     with torch.no_grad():
         critic.weight.fill_(-1.0 if is_second else 7.0)
     with warnings.catch_warnings(record=True) as caught:

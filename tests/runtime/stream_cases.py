@@ -148,6 +148,18 @@ def damaged_on_one_rank(rank: int) -> Any:
     return told_samples(Run(Numbers(range(LENGTH), fails_at=20 if rank else None)).train())
 
 
+def uncounted_on_one_rank(rank: int) -> Any:
+    """A loader of indices, whose items one rank fails to count."""
+
+    def count(batch: Any) -> float:
+        if rank and 20 in batch[:, 0].tolist():
+            raise OSError("no such count")
+        return float(len(batch))
+
+    data = list(torch.arange(float(LENGTH), dtype=torch.float64)[:, None])
+    return told_samples(Run(data, item_count=count, shuffle=False).train())
+
+
 def own_streams(rank: int, **options: Any) -> Any:
     data = Numbers(range(100 * rank, 100 * rank + (13, 30)[rank]))
     return told_totals(Run(data, sharded=True, local_batches=[6, 2], **options).train())
@@ -242,6 +254,7 @@ CASES = {
         unequal_with_workers,
         unequal_under_no_weighting,
         damaged_on_one_rank,
+        uncounted_on_one_rank,
         own_streams,
         own_streams_of_tokens,
         own_streams_resumed,

@@ -20,6 +20,8 @@ LOOPS = {
     "a rest that is dropped": Piling(at_the_end="dropped", no_sync=False),
     "batches in parts": Piling(parts=2),
     "parts alone": Piling(num_batches=1, parts=2),
+    "fetched together": Piling(fetched_together=True),
+    "fetched together, each batch reduced": Piling(fetched_together=True, no_sync=False),
     "more from pass to pass": Piling(num_batches=1, grows=True),
 }
 CASES = {
@@ -27,8 +29,9 @@ CASES = {
     "drop_last": partial(cases.passes, loop=Piling(), num_samples=40, drop_last=True),
     "skipped steps": cases.passes_with_skipped_steps,
     "second forwards": cases.passes_with_second_forwards,
-    "grown, no_sync": partial(cases.grown, no_sync=True),
-    "grown, reduced": partial(cases.grown, no_sync=False),
+    "grown, no_sync": partial(cases.grown, loop=Piling()),
+    "grown, reduced": partial(cases.grown, loop=Piling(no_sync=False)),
+    "grown, fetched together": partial(cases.grown, loop=Piling(fetched_together=True)),
     "one cycle": partial(cases.schedule_to_the_goal, kind="one cycle"),
     "cosine": partial(cases.schedule_to_the_goal, kind="cosine"),
     "totals, no_sync": partial(cases.weighed_totals, no_sync=True),
@@ -74,7 +77,7 @@ def test_a_batch_that_is_trained_on_twice_for_one_step_counts_once(told):
     assert values(told, "second forwards") == [(2, 10.0)] * 2
 
 
-@pytest.mark.parametrize("how", ["no_sync", "reduced"])
+@pytest.mark.parametrize("how", ["no_sync", "reduced", "fetched together"])
 def test_a_step_over_several_batches_is_worth_the_gain_of_their_sum(told, how):
     """At phi = 30, 3 x 12 samples against 3 x 6: gain = 2 (30 + 18)/(30 + 36)."""
     one, other = values(told, f"grown, {how}")

@@ -50,5 +50,6 @@ def test_a_closure_gives_the_weights_and_the_measurements_of_the_plain_loop():
 def test_attaching_to_what_is_no_ddp_says_what_to_do():
     net = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with pytest.raises(InvalidInputError, match="got a Linear, not a DistributedDataParallel: wrap the module first"):
+    said = "got a Linear, neither a DistributedDataParallel nor a module under fully_shard: wrap the module first"
+    with pytest.raises(InvalidInputError, match=said):
         cannikin.attach(net, optimizer)

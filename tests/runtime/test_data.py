@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from scripted_feed import Script, ScriptedFeed
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -29,74 +30,15 @@ from torch.utils.data import (
 )
 
 from cannikin.core.ordering import NUM_STORED
-from cannikin.core.policies.plans import make_plan
-from cannikin.core.values import Job, Plan
+from cannikin.core.values import Job
 from cannikin.errors import InvalidInputError, StateError
-from cannikin.runtime.loader import HeteroBatchSampler, HeteroDataLoader
+from cannikin.runtime.batch_sampler import HeteroBatchSampler
+from cannikin.runtime.loader import HeteroDataLoader
 from cannikin.runtime.passes import epoch_order
-from cannikin.runtime.step import BatchEntry, BatchSource
+from cannikin.runtime.step import BatchEntry
 from cannikin.runtime.streams import list_fingerprint
 
-Script = Sequence[Sequence[int]]  # the local batches of each step, taken in turn
 FEEDS: weakref.WeakKeyDictionary[HeteroDataLoader, ScriptedFeed] = weakref.WeakKeyDictionary()
-
-
-class ScriptedFeed:
-    """An engine that plans by script and writes down what it is told."""
-
-    def __init__(self, script: Script, rank: int = 0, has_batch_norm: bool = False) -> None:
-        self.rank = rank
-        self.world_size = len(script[0])
-        self.next_step = 0
-        self.has_batch_norm = has_batch_norm
-        self.entries: list[BatchEntry] = []
-        self.epochs_begun = self.epochs_ended = 0
-        self.num_own_steps = 0  # that some rank has samples of, where each has a stream of its own
-        self.gave_up = False
-        self.alike = True  # whether ranks have the same samples
-        self.job: Job | None = None
-        self.settings: dict[str, int] = {}
-        self._script = script
-
-    def bind(self, source: BatchSource, job: Job, settings: dict[str, int]) -> ScriptedFeed:
-        # Not the source itself: loaders with persistent workers are slow to stop (5 s each) as cyclic garbage.
-        self.source, self.job, self.settings = weakref.ref(source), job, settings
-        return self
-
-    def plan_at(self, step: int) -> Plan:
-        return make_plan(step, tuple(self._script[step % len(self._script)]), reason="by script")
-
-    def hand_out(self, entry: BatchEntry, batch: object = None) -> bool:
-        assert entry.step == self.next_step
-        if entry.own and entry.is_padding and entry.step >= self.num_own_steps:
-            return False
-        self.entries.append(entry)
-        self.next_step += 1
-        return True
-
-    def end_stream(self) -> None:
-        pass
-
-    def give_up(self) -> None:
-        self.gave_up = True
-
-    def begin_epoch(self, epoch: int, position: int) -> None:
-        self.epochs_begun += 1
-
-    def between_steps(self, *, is_over: bool | None) -> float:
-        return 0.0
-
-    def complete_epoch(self) -> None:
-        pass
-
-    def refuse(self, error: Exception) -> None:
-        pass
-
-    def agrees(self, number: int) -> bool:
-        return self.alike
-
-    def end_epoch(self) -> None:
-        self.epochs_ended += 1
 
 
 class Numbers(Dataset):
@@ -767,6 +709,17 @@ def test_a_sampler_with_a_state_goes_on_from_that_of_its_pass():
     second += flat(steps_of([resumed]))
     assert first == [(index + 10) % 40 for index in range(40)]
     assert second == [(index + 1 + 20) % 40 for index in range(40)], "epoch 1, second pass"
+
+
+def test_a_loaded_state_of_a_sampler_is_the_one_that_is_saved_again_whatever_was_read_before():
+    loader = build(Numbers(40), [(4,)], sampler=Curriculum(40))
+    steps_of([loader])
+    steps_of([loader], 2)
+    state = loader.state_dict()
+    used = build(Numbers(40), [(4,)], sampler=Curriculum(40))
+    steps_of([used], 3)
+    used.load_state_dict(state)
+    assert used.state_dict() == state
 
 
 def test_a_sampler_without_a_length_gives_a_loader_without_one():

@@ -15,7 +15,9 @@ def told():
     return run_ranks(gan_cases.run, 3, timeout_s=100)
 
 
-@pytest.mark.parametrize("loop", [*gan_cases.LOOPS, "attached", *(f"ahead, {name}" for name in gan_cases.AHEAD)])
+@pytest.mark.parametrize(
+    "loop", [*gan_cases.LOOPS, "attached", "several attached", *(f"ahead, {name}" for name in gan_cases.AHEAD)]
+)
 def test_a_gan_on_unequal_ranks_ends_with_the_parameters_of_one_process(told, loop):
     assert max(values(told, loop)) <= 1e-12
 
@@ -29,9 +31,11 @@ def test_an_optimizer_that_two_followers_share_follows_the_leaders_plan_once(tol
 
 
 def test_mistakes_with_followers_are_answered_with_advice(told):
-    for forward, loader, use_batch, follows, policy in values(told, "mistakes"):
+    for forward, loader, use_batch, follows, policy, several in values(told, "mistakes"):
         assert "this model follows another, so iterate over that one's" in forward
         assert "give the loader to that one" in loader
         assert "call use_batch(local, total) of that one" in use_batch
         assert "follow the one that has the loader" in follows
         assert "policy= of a model that follows another: give it to that one" in policy
+        assert "attach() got 2 modules" in several
+        assert "the others with follows=" in several

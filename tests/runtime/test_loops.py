@@ -26,6 +26,7 @@ CASES = {
     "evaluation": cases.evaluation_on_the_training_data,
     "eval mode": cases.training_in_eval_mode,
     "gradient in eval mode": cases.gradient_in_eval_mode,
+    "network called itself": cases.network_called_itself,
     "two models": cases.optimizer_of_two_models,
     "pinned": cases.pinned_under_a_planner,
     "copied": cases.copied,
@@ -80,6 +81,12 @@ def test_training_in_eval_mode_is_refused_since_its_gradient_is_not_weighted(tol
         assert answers["eval mode"].kind == "BatchMatchError"
         assert "model.train()" in answers["eval mode"].text
     assert values(told, "gradient in eval mode") == [4, 4]
+
+
+def test_training_the_network_in_the_wrapped_model_is_refused_since_no_gradient_is_averaged(told):
+    for answers in told:
+        assert answers["network called itself"].kind == "BatchMatchError"
+        assert "model(x), not the network in it" in answers["network called itself"].text
 
 
 @pytest.mark.parametrize(
@@ -138,6 +145,22 @@ def test_a_param_group_may_be_added_to_adam_later(betas):
     for layer in (first, second):
         found = variance(list(layer.parameters()))
         assert torch.allclose(found.of_elements / found.common, torch.ones(6))
+
+
+def test_parameters_that_adam_has_never_had_a_gradient_of_count_nowhere():
+    """The rare words of an embedding: divided by next to nothing, the first sight of one would outweigh all others."""
+    words = nn.Embedding(100, 4)
+    optimizer = torch.optim.Adam(words.parameters(), lr=1e-3)
+    variance = AdamVariance([optimizer])
+    for _ in range(40):
+        words(torch.arange(10)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        variance.count_step()
+    found = variance(list(words.parameters()))
+    sqnorms = (torch.ones(400) / found.of_elements * found.common).view(100, 4)
+    assert torch.allclose(sqnorms[:10], torch.ones(10, 4))
+    assert (sqnorms[10:] == 0).all()
 
 
 def test_an_optimizer_that_is_an_adam_by_name_only_has_no_variance():

@@ -15,8 +15,9 @@ def told():
     return run_ranks(notice_cases.run, 2, timeout_s=100)
 
 
-def test_rows_of_the_batch_in_an_all_gather_are_warned_of_and_stop_every_rank_at_the_first_unequal_batches(told):
-    (warned, raised, left), (others, other_raised, _) = values(told, "gather")
+@pytest.mark.parametrize("name", ["gather", "gather at once"])
+def test_rows_of_the_batch_in_an_all_gather_are_warned_of_and_stop_every_rank_at_the_first_unequal_batches(told, name):
+    (warned, raised, left), (others, other_raised, _) = values(told, name)
     assert len(warned) == 1
     assert "notice_cases.py:" in warned[0]
     assert "all_gather" in warned[0]

@@ -174,7 +174,8 @@ def test_a_plan_that_compares_total_batches_has_them_with_their_goodput(two, pol
         if totals and policy != "paper":  # whose rounding may move the total
             assert before in totals
             best = totals[max(range(len(totals)), key=lambda k: goodputs[k] or 0.0)]
-            assert plan.total_batch in (before, best)
+            # On the way to a best total that is far away, the total at least nearly doubles: the grid is coarse.
+            assert plan.total_batch in (before, best) or 1.8 * before <= plan.total_batch < best
         before = plan.total_batch
 
 

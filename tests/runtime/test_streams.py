@@ -61,6 +61,8 @@ def test_shuffles_and_augmentations_by_global_generators_are_the_same_on_every_r
 def test_a_rank_that_cannot_read_stops_the_others(told):
     assert [answers["damaged_on_one_rank"].kind for answers in told] == ["DisagreementError", "OSError"]
     assert "another rank could not read" in told[0]["damaged_on_one_rank"].text
+    kinds = [answers["uncounted_on_one_rank"].kind for answers in told]
+    assert kinds == ["DisagreementError", "OSError"]
 
 
 def gradients_of(steps: list[list[int]], weights=len) -> list[float]:
@@ -120,7 +122,7 @@ def test_only_loaders_of_ours_can_be_given_to_a_model(told):
 
 
 def test_every_case_is_looked_at():
-    assert len(CASES) == 22
+    assert len(CASES) == 23
 
 
 # Fingerprints

@@ -67,7 +67,10 @@ def test_every_policy_trains_through_the_same_script(runs, policy):
     moves = policy in ("cannikin", "lb-bsp", "paper")
     assert (len({step.plan for step in runs[policy][0]}) > 1) == moves
     if moves:
-        fast, _, slow = runs[policy][0][-1].plan
+        # The paper's second split is by time per sample; its third by lines through two points, which a busy machine
+        # bends to anything.
+        seen = list(dict.fromkeys(step.plan for step in runs[policy][0]))
+        fast, _, slow = seen[1 if policy == "paper" else -1]
         assert fast > slow
 
 
@@ -85,12 +88,15 @@ NOISE_CASES = [
     NoiseCase(seed=6, script=[(24, 8, 4)], accumulate=3, num_epochs=12, no_sync=False),
     NoiseCase(seed=7, script=[(24, 8, 4), (4, 16, 16), (12, 12, 12), (30, 3, 3)], accumulate=2, num_epochs=12),
     NoiseCase(seed=8, script=[(12, 6, 18)], accumulate=2, num_epochs=9, weighting="loss"),
+    NoiseCase(seed=9, script=[(24, 8, 4)], weighting="none"),
+    NoiseCase(seed=10, script=[(24, 8, 4)], accumulate=3, num_epochs=12, weighting="none"),
+    NoiseCase(seed=12, script=[(24, 8, 4)], accumulate=2, num_epochs=9, weighting="none", no_sync=False),
 ]
 
 
 def test_the_noise_scale_measured_in_training_agrees_with_the_one_of_per_sample_gradients():
     """Seeds make every case the same in every run; of limits that hold in 90% of cases, 1 in 5 may fail."""
-    told = run_ranks(measure_noise, 3, NOISE_CASES)
+    told = run_ranks(measure_noise, 3, NOISE_CASES, timeout_s=120)
     num_held = 0
     for case, found in zip(NOISE_CASES, told[0], strict=True):
         noise, signal = true_noise(digits_net(case.seed))

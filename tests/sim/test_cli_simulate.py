@@ -43,6 +43,21 @@ def test_json_is_one_object_and_the_same_for_a_seed():
     assert sum(told["runs"][0]["local_batches"]) == told["runs"][0]["total_batch"]
 
 
+def test_an_even_split_that_memory_does_not_hold_is_called_infeasible(tmp_path):
+    (tmp_path / "mine.toml").write_text(
+        '[link]\nbandwidth_gbit = 25\n[[node]]\ndevice = "a100"\n[[node]]\ndevice = "t4"\nmemory_gb = 4\n'
+    )
+    options = ("--workload", "bert", "--batch-size", 30, *QUICK)
+    both = run("simulate", tmp_path / "mine.toml", "--policy", "even,cannikin", *options)
+    assert both.exit_code == 0
+    assert "even: infeasible: an even split of 30 gives rank 1 15 samples, and it may have at most" in both.stdout
+    told = json.loads(run("simulate", tmp_path / "mine.toml", "--policy", "even,cannikin", "--json", *options).stdout)
+    assert [entry["policy"] for entry in told["runs"]] == ["cannikin"]
+    assert "an even split of 30" in told["infeasible"]["even"]
+    alone = run("simulate", tmp_path / "mine.toml", "--policy", "even", *options)
+    assert (alone.exit_code, len(alone.stderr.splitlines())) == (2, 1)
+
+
 def test_a_fixed_total_batch_stays(tmp_path):
     options = ("--batch-size", 24, "--max-batch-size", 24, "--run-dir", tmp_path, "--json", *QUICK)
     told = json.loads(run("simulate", "a", "--workload", "bert", *options).stdout)

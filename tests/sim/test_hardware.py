@@ -45,6 +45,29 @@ def test_more_samples_never_take_less_time(workload):
     assert (np.diff(times) > -1e-12).all()
 
 
+def test_devices_split_their_time_into_forward_and_backward_in_their_own_way():
+    machine = find_machine("b", "bert")
+    forward, backward = machine.compute(np.full(16, 8))
+    assert forward / (forward + backward) == pytest.approx([0.39] * 4 + [0.31] * 4 + [0.30] * 8)
+    alike = machine.with_forward_shares(1 / 3)
+    assert sum(alike.compute(np.full(16, 8))) == pytest.approx(forward + backward)
+    assert alike.compute(np.full(16, 8))[0] == pytest.approx((forward + backward) / 3)
+    assert machine.with_forward_shares(np.linspace(0.2, 0.4, 16)).compute(np.full(16, 8))[0][-1] == pytest.approx(
+        0.4 * (forward + backward)[-1]
+    )
+
+
+def test_a_device_of_the_users_own_has_its_own_share_or_that_of_the_one_it_is_like(tmp_path):
+    path = tmp_path / "own.toml"
+    path.write_text(
+        '[link]\nbandwidth_gbit = 10\n[[node]]\ndevice = "one"\n[[node]]\ndevice = "two"\n'
+        '[device.one]\nlike = "a100"\nmemory_gb = 40\n'
+        '[device.two]\nlike = "a100"\nmemory_gb = 40\nforward_share = 0.2\n'
+    )
+    forward, backward = find_machine(str(path), "bert").compute(np.full(2, 8))
+    assert forward / (forward + backward) == pytest.approx([0.39, 0.2])
+
+
 def test_a_small_batch_costs_the_launch_and_a_large_one_the_samples():
     machine = find_machine("b", "cifar10")
     forward, backward = machine.compute(np.full(16, 1))

@@ -73,7 +73,7 @@ def test_a_plan_is_in_force_a_fixed_number_of_steps_after_its_window(machine):
 
 def test_the_first_step_never_counts_and_norms_come_in_the_steps_in_which_the_runtime_takes_them(machine):
     planner = Script()
-    Simulation(machine, planner, JOB, find_workload("cifar10")).run(max_steps=200)
+    Simulation(replace(machine, new_size=0.0), planner, JOB, find_workload("cifar10")).run(max_steps=200)
     valid = np.concatenate([window.valid.all(axis=1) for window in planner.windows])
     taken = np.concatenate([np.isfinite(window.global_sqnorm) for window in planner.windows])
     assert np.flatnonzero(~valid).tolist() == [0]
@@ -100,6 +100,20 @@ def test_a_planner_paced_by_epochs_sees_the_end_of_each_epoch_only(machine):
     assert len(planner.windows) == 8
     assert [window.first_step + window.num_steps for window in planner.windows] == [50 * k for k in range(1, 9)]
     assert [epoch.epoch for epoch in run.epochs] == list(range(1, 9))
+
+
+def test_an_epoch_is_recorded_with_its_plan_though_its_last_batch_is_short(machine):
+    job = Job(num_ranks=3, batch_size=60, num_samples=3010)
+    run = Simulation(machine, make_planner("even", job), job, pace="epoch").run(max_epochs=2)
+    assert [(epoch.total_batch, epoch.local_batches) for epoch in run.epochs] == [(60, (20, 20, 20))] * 2
+
+
+def test_a_planner_paced_by_steps_plans_for_the_very_next_step(machine):
+    job = replace(JOB, batch_size=96)
+    steady = replace(machine, new_size=0.0)
+    training = Simulation(steady, make_planner("lb-bsp", job), job, pace="step").run(max_steps=3)
+    assert [step for step, _ in training.plans] == [0, 2, 3], "the first step of a run is not measured"
+    assert all(plan.first_step == step for step, plan in training.plans)
 
 
 def test_time_samples_and_epochs_add_up(machine):

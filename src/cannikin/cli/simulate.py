@@ -22,7 +22,7 @@ from cannikin import words
 from cannikin.cli.printing import measured, say
 from cannikin.core.policies import POLICIES
 from cannikin.core.values import Job
-from cannikin.errors import InvalidInputError
+from cannikin.errors import InfeasibleError, InvalidInputError
 from cannikin.runlog import RUNLOG_NAME, RunLog, RunLogWriter, numbers_only, read_runlog
 from cannikin.sim.hardware import Machine
 from cannikin.sim.replay import Comparison, compare, machine_from_log
@@ -64,7 +64,7 @@ rtx6000, rtx2080ti, t4, a5000, a4000, p4000. Workloads: cifar10, imagenet, bert,
 @click.option("--workload", "workload_name", metavar="W", help="What is trained.")
 @click.option(
     "--policy", "policies", callback=_parse_policies, metavar="P[,P...]",
-    help=f"{_POLICIES}; P@epoch sees one window per epoch.",
+    help=f"{_POLICIES}; P@epoch sees one window per epoch, P@step every step.",
 )  # fmt: skip
 @click.option(
     "--seeds", "--seed", "seeds", default="0", callback=_parse_seeds, metavar="N[,N...]", help="One run each."
@@ -110,6 +110,7 @@ def command(
     job = job_for(machine, workload, batch_size=batch_size, max_batch_size=max_batch_size)
     policies = policies or ("cannikin",)
     runs: dict[str, dict[int, RunResult]] = {policy: {} for policy in policies}
+    infeasible: dict[str, str] = {}  # policies without a split of the initial total, and why
     with _bar(quiet=as_json) as bar:
         task = bar.add_task("", total=len(policies) * len(seeds))
         for number, (policy, seed) in enumerate(product(policies, seeds)):
@@ -121,14 +122,23 @@ def command(
             with ExitStack() as stack:
                 folder = None if run_dir is None else run_dir / f"{policy.replace('@', '-')}-seed{seed}"
                 observers = () if folder is None else (stack.enter_context(RunLogWriter(folder / RUNLOG_NAME)),)
-                runs[policy][seed] = simulate(
-                    machine, workload, policy, job=job, seed=seed, max_epochs=max_epochs, observers=observers,
-                    tags={"cluster": cluster}, on_progress=show,
-                )  # fmt: skip
+                try:
+                    runs[policy][seed] = simulate(
+                        machine, workload, policy, job=job, seed=seed, max_epochs=max_epochs, observers=observers,
+                        tags={"cluster": cluster}, on_progress=show,
+                    )  # fmt: skip
+                except InfeasibleError as error:  # the others may have a split
+                    infeasible[policy] = str(error)
+    if infeasible.keys() == runs.keys():
+        raise InvalidInputError("; ".join(f"{policy}: {why}" for policy, why in infeasible.items()))
+    runs = {policy: by_seed for policy, by_seed in runs.items() if by_seed}
     if as_json:
-        click.echo(json.dumps(_as_json(cluster, workload, job, machine, runs), allow_nan=False))
+        found = _as_json(cluster, workload, job, machine, runs)
+        click.echo(json.dumps({**found, "infeasible": infeasible}, allow_nan=False))
     else:
         _print_runs(f"{workload.spec.title} on {Path(cluster).name}", workload, machine, job, runs)
+        for policy, why in infeasible.items():
+            click.echo(f" {policy}: infeasible: {why}")
 
 
 def _bar(*, quiet: bool) -> Progress:

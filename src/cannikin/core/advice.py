@@ -20,11 +20,12 @@ import numpy as np
 
 from cannikin.core.fit import CurveFit, join_fits
 from cannikin.core.goodput import total_grid
+from cannikin.core.layers import Layers
 from cannikin.core.learner import Learner, ModelFit
 from cannikin.core.perf import Cluster, Curve, rescaled_tails, step_time
 from cannikin.core.planner import Noise
 from cannikin.core.profiles import load_profiles, profile_caps
-from cannikin.core.split import SplitSolver
+from cannikin.core.split import solver_for
 from cannikin.core.values import NO_MAX, FloatArray, Job
 from cannikin.errors import InvalidInputError
 
@@ -43,6 +44,7 @@ class LearnedRank:
         forward, backward: fits of a_i and P_i, of this rank alone.
         load: L_i, one entry; 0 where loading never held the rank up.
         gammas: share of backward after which each bucket is ready, [J].
+        shares: share of forward or of backward in each segment, [K], where ranks meet layer by layer; else empty.
         history: measured local batches, the two mean times at each in seconds, and the steps behind these, [4, K].
         min_batch, max_batch: bounds on the local batch.
     """
@@ -54,6 +56,7 @@ class LearnedRank:
     backward: CurveFit
     load: Curve
     gammas: FloatArray
+    shares: FloatArray
     history: FloatArray
     min_batch: int
     max_batch: int
@@ -146,6 +149,7 @@ class LearnedCluster:
         batch_size, max_batch_size: the job's initial batch B0, and what it may grow to; None where it stays.
         local_batches: the split now in force, over the run's own ranks.
         noise: the gradient noise; None where it is not measured.
+        layers: how all these ranks meet layer by layer; None where they meet in all-reduces of buckets.
         slowdown: measured over modelled step time: scatter makes the slowest of n ranks slower than each is alone.
         time_noise: relative scatter of one step's time.
     """
@@ -156,6 +160,7 @@ class LearnedCluster:
     max_batch_size: int | None
     local_batches: tuple[int, ...]
     noise: Noise | None
+    layers: Layers | None = None
     slowdown: float = 1.0
     time_noise: float = 0.01
 
@@ -187,6 +192,7 @@ class LearnedCluster:
                 fixed_s=np.concatenate([line.fixed_s for line in load]),
                 per_sample_s=np.concatenate([line.per_sample_s for line in load]),
             ),
+            layers=self.layers,
         )
 
     # Other ranks.
@@ -208,7 +214,9 @@ class LearnedCluster:
         return self._of(self.ranks + (replace(newcomer, rank=None),) * count)
 
     def _of(self, ranks: tuple[LearnedRank, ...]) -> LearnedCluster:
-        return replace(self, ranks=ranks, tails_s=rescaled_tails(self.tails_s, self.num_ranks, len(ranks)))
+        layers = None if self.layers is None else self.layers.of(np.stack([rank.shares for rank in ranks]))
+        tails_s = rescaled_tails(self.tails_s, self.num_ranks, len(ranks))
+        return replace(self, ranks=ranks, tails_s=tails_s, layers=layers)
 
     def like(self, device: str) -> LearnedRank | None:
         """Return the rank of middle speed among those with this device; None where there is none."""
@@ -242,6 +250,7 @@ class LearnedCluster:
             backward=backward,
             load=Curve(fixed_s=[0.0], per_sample_s=[0.0]),
             gammas=gammas,
+            shares=np.mean([rank.shares for rank in self.ranks], axis=0),
             history=learner.history(self.num_ranks),
             min_batch=min(min(rank.min_batch for rank in self.ranks), max_batch),
             max_batch=max_batch,
@@ -265,7 +274,7 @@ class LearnedCluster:
             )
         worth = self._efficiencies(totals)
         share = self.total_batch / self.num_ranks
-        step_s = SplitSolver(self.cluster([share] * self.num_ranks)).step_times(totals)
+        step_s = solver_for(self.cluster([share] * self.num_ranks)).step_times(totals)
         best = int(np.argmax(np.array(totals) / step_s * worth))
         batches, best_s = self._split(totals[best])
         return Outlook(
@@ -294,7 +303,7 @@ class LearnedCluster:
         near: tuple[float, ...] = (total_batch / self.num_ranks,) * self.num_ranks
         tried: list[tuple[float, tuple[int, ...]]] = []
         for _ in range(_ROUNDS):
-            split = SplitSolver(self.cluster(near)).split(total_batch)
+            split = solver_for(self.cluster(near)).split(total_batch)
             near = split.local_batches
             tried.append((step_time(self.cluster(near), near), split.local_batches))
         best_s, batches = min(tried)
@@ -332,6 +341,7 @@ def learned_ranks(learner: Learner, model: ModelFit, devices: Iterable[tuple[str
             backward=backward.take([i]),
             load=cluster.load.take(np.array([i])),
             gammas=cluster.gammas[i],
+            shares=np.zeros(0) if cluster.layers is None else cluster.layers.shares[i],
             history=learner.history(i),
             min_batch=int(cluster.min_batch[i]),
             max_batch=int(cluster.max_batch[i]),

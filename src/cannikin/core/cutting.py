@@ -270,7 +270,13 @@ class Bookmark:
         }
         self.next = EpochState()
         self._saved = self.next
+        self.is_set = False  # where the next pass begins was said since the last one
         self.underway = False
+
+    @property
+    def place(self) -> EpochState:
+        """Where in the data the pass underway, or else the last one, has come to."""
+        return self._saved
 
     @property
     def epoch(self) -> int:
@@ -279,7 +285,7 @@ class Bookmark:
 
     def begin(self) -> EpochState:
         """Start the next pass, and return where it begins."""
-        self._saved, self.underway = self.next, True
+        self._saved, self.underway, self.is_set = self.next, True, False
         self.next = EpochState(epoch=self._saved.epoch + 1)
         return self._saved
 
@@ -310,11 +316,15 @@ class Bookmark:
         if epoch != self.next.epoch:
             self.next = EpochState(epoch=epoch)
         if not self.underway:
-            self._saved = self.next
+            self._saved, self.is_set = self.next, True
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, the samples handed out, and what this order of samples depends on, as plain numbers."""
-        place = EpochState(epoch=self._saved.epoch + 1) if self._saved.is_last else self._saved
+    def state_dict(self, place: EpochState | None = None) -> dict[str, Any]:
+        """Return the epoch, the samples handed out, and what this order of samples depends on, as plain numbers.
+
+        `place` is where the oldest batch begins that was handed out and is not trained on yet, if there is one.
+        """
+        place = self._saved if place is None or self.is_set else place
+        place = EpochState(epoch=place.epoch + 1) if place.is_last else place
         shards = {"shards": list(place.shards)} if place.shards else {}
         stored = {"shuffle": _STORED} if place.stored else {}
         return {"epoch": place.epoch, "position": place.position, **shards, **self._identity, **stored}
@@ -348,3 +358,4 @@ class Bookmark:
             epoch, position = epoch + 1, 0
         stored = stored and position > 0
         self.next = self._saved = EpochState(epoch=epoch, position=position, shards=shards, stored=stored)
+        self.is_set = True

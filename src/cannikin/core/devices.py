@@ -7,7 +7,7 @@ those of a saved state, `find_origins` asks stored profiles too. What they find 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +94,29 @@ def find_origins(
             better = was in origins or (_is_of(profile, device) and _differ(measured[was], profile))
         origins.append(profile if better else was)
     return origins
+
+
+def find_departed(
+    state: dict[str, Any],
+    saved: Sequence[DeviceId],
+    present: Sequence[DeviceId],
+    before: Mapping[str, Profile],
+    *,
+    saved_s: float,
+) -> dict[str, Profile]:
+    """Return what is known, by name, of devices that the run has had and that are not there now: they may come back.
+
+    Args:
+        state, saved, present, saved_s: as of `find_origins`.
+        before: those that were not there either when the state was saved.
+    """
+    known = dict(before)
+    if len(saved) == len(state["plan"]["local_batches"]):
+        for device, profile in reversed(list(zip(saved, _profiles_of(state), strict=True))):
+            if profile is not None:
+                known[device.name] = {**profile, "saved_s": saved_s, "host": device.host, "uuid": device.uuid}
+    there = {device.name for device in present}
+    return {name: profile for name, profile in known.items() if name not in there}
 
 
 def _profiles_of(state: dict[str, Any]) -> list[Profile | None]:

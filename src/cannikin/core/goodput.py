@@ -71,16 +71,27 @@ def total_grid(lowest: int, highest: int, num: int = 50) -> IntArray:
 
 
 def choose_total(
-    totals: IntArray, step_s: FloatArray, efficiency: FloatArray, current_total: int, *, threshold: float = 0.05
+    totals: IntArray,
+    step_s: FloatArray,
+    efficiency: FloatArray,
+    current_total: int,
+    *,
+    threshold: float = 0.05,
+    growth: float = np.inf,
 ) -> TotalChoice:
     """Choose the total batch of the highest goodput, if it beats the present one by more than the threshold.
+
+    Where the best one is further away than `growth` allows, the total goes towards it. That loses nothing: the step
+    time of the best split is convex in B, so goodput only rises between the present total and the best
+    (docs/mathematics.md).
 
     Args:
         totals: candidates, increasing, the present total among them.
         step_s: T(B) of each; inf where the ranks cannot hold it.
         efficiency: efficiency(B) of each.
         current_total: the total batch now in force.
-        threshold: share by which the goodput must grow, so that the total does not flap.
+        threshold: share by which the goodput of the best one must exceed the present, so that the total does not flap.
+        growth: the factor by which the total may grow at once.
     """
     if current_total not in totals:
         raise InvalidInputError(f"current_total={current_total} is not among the candidates {totals.tolist()}")
@@ -93,6 +104,10 @@ def choose_total(
         rival = f"{chosen} would gain {gain - 1:.1%}, not more than {threshold:.0%}"
         reason = f"total batch stays {current_total}: {'the best in reach' if chosen == current_total else rival}"
         chosen, gain = current_total, 1.0
+    elif chosen > growth * current_total:
+        way = int(totals[totals <= growth * current_total][-1])
+        reason = f"total batch {current_total} -> {way}, on its way to {chosen}: goodput there {gain - 1:+.0%}"
+        chosen, gain = way, float(goodput[totals == way][0] / now) if now > 0 else np.inf
     return TotalChoice(
         total_batch=chosen,
         gain=gain,

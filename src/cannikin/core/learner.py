@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from cannikin.core.fit import REACH, CurveFit, bucket_times, fit_curves, middle_of, shrunken_gammas, trimmed_mean
+from cannikin.core.layers import LayerHistory
 from cannikin.core.loading import LoadHistory
 from cannikin.core.perf import Cluster, rescaled_tails, step_time
 from cannikin.core.planner import SpeedChange
@@ -26,6 +27,10 @@ from cannikin.core.saved import LONG_S, number, table, whole
 from cannikin.core.values import BoolArray, FloatArray, IntArray, StepWindow
 from cannikin.errors import StateError
 
+# A process's first steps are slow, since libraries are loaded and memory is found: on an H200 the first five take up to
+# 2.5 times as long, the next five 1.3 times. They say how ranks compare until others do, and then next to nothing.
+_YOUNG_STEPS, _YOUNG_WEIGHTS = (5, 10), (0.002, 0.06, 1.0)
+_WARM = 0.07  # the most that a rank's times (in logarithms) fall from its first steps to the next where it was warm
 _KEEP = 0.99  # share of its weight that a step keeps with every later step: a memory of about 100 steps
 _NEVER_FORGOTTEN = 4.0  # an average keeps the weight of this many steps: nothing else may tell the slope
 _MAX_POINTS = 8  # averages kept for each rank
@@ -65,12 +70,13 @@ class ModelFit:
 
 
 class Learner:
-    """Online fit of every rank's curves, the overlap ratios and the communication tails."""
+    """Online fit of every rank's curves, the overlap ratios, the communication tails, and layers if there are any."""
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self.noise = 0.0
         self.loading = LoadHistory(num_ranks)
+        self.layers = LayerHistory(num_ranks)
         self._rank_noise = np.zeros(num_ranks)
         self._present = np.zeros(num_ranks)  # the batch each rank was measured at last
         self._batches = np.ones((num_ranks, _MAX_POINTS + 1))
@@ -80,6 +86,7 @@ class Learner:
         self._comm = np.zeros((0, 0))
         self._gammas = np.zeros((0, num_ranks, 0))
         self._doubted: set[int] = set()  # ranks whose curve is another device's: see `doubt`
+        self.num_steps = 0  # seen by this process: its first ones are slow
 
     def observe(self, window: StepWindow) -> tuple[SpeedChange, ...]:
         """Take in one window, without the steps marked invalid; return which ranks changed their speed in it."""
@@ -89,10 +96,13 @@ class Learner:
         logs = np.log(np.where(window.valid, times, 1.0).clip(1e-9))
         self._find_levels(window, logs)
         residuals, promised = self._residuals(window, logs)
-        self._update_noise(window, logs)
+        age = np.searchsorted(_YOUNG_STEPS, self.num_steps + np.arange(window.num_steps), side="right")
+        weights = self._step_weights(window, logs, age)
+        self.num_steps += window.num_steps
+        self._update_noise(window, logs, is_young=bool((age < len(_YOUNG_STEPS)).all()))
         kept = np.minimum(self._weights, _NEVER_FORGOTTEN)
         self._weights = np.maximum(self._weights * _KEEP**window.num_steps, kept)
-        trusted = np.where(promised, residuals, np.nan)
+        trusted = np.where(promised & (weights > _YOUNG_WEIGHTS[0]), residuals, np.nan)
         changed_at, self._cusum = find_changes(trusted, self._scatter(_LEAST_CHANGE), self._cusum)
         changes = []
         for rank in range(self.num_ranks):
@@ -100,13 +110,14 @@ class Learner:
             if len(steps):
                 self._present[rank] = window.local_batches[steps[-1], rank]
             split = int(changed_at[rank])
-            self._remember(rank, window, logs, residuals, promised, steps[steps < split])
+            self._remember(rank, window, logs, residuals, promised, steps[steps < split], weights)
             if split < window.num_steps:
                 factor = self._rescale(rank, residuals[:, split:, rank])
                 changes.append(SpeedChange(step=window.first_step + split, rank=rank, factor=factor))
                 residuals[:, split:, rank] = np.nan
-                self._remember(rank, window, logs, residuals, promised, steps[steps >= split])
+                self._remember(rank, window, logs, residuals, promised, steps[steps >= split], weights)
         self._observe_buckets(window)
+        self.layers.observe(window)
         self.loading.observe(window)
         return tuple(changes)
 
@@ -133,6 +144,7 @@ class Learner:
             min_batch=low,
             max_batch=high,
             load=self.loading.curve(),
+            layers=self.layers.layers(),
         )
         known = forward.known & backward.known
         return ModelFit(cluster=cluster, known=known, reason=self._reason(known), fits=(forward, backward))
@@ -198,6 +210,8 @@ class Learner:
         """
         other = Learner(len(origins))
         other.noise, other.loading = self.noise, self.loading.with_ranks(origins)
+        other.layers = self.layers.with_ranks(origins)
+        other.num_steps = self.num_steps
         pairs = [(now, was) for now, was in enumerate(origins) if was is not None]
         first = {was: now for now, was in reversed(pairs)}
         for name, axis in _RANK_AXES.items():
@@ -291,14 +305,41 @@ class Learner:
             residuals[c] = np.where(window.valid, beyond, np.nan)
         return residuals, window.valid & (near | between)
 
-    def _update_noise(self, window: StepWindow, logs: FloatArray) -> None:
+    def _step_weights(self, window: StepWindow, logs: FloatArray, age: IntArray) -> FloatArray:
+        """Return what each step of each rank weighs, [S, n]; `age` counts the limits of `_YOUNG_STEPS` that it is past.
+
+        A rank whose times do not fall, from its first window to the second or within a window, was warm from the start,
+        and all of its steps count.
+        """
+        weights = np.repeat(np.array(_YOUNG_WEIGHTS)[age], self.num_ranks).reshape(-1, self.num_ranks)
+        if self.num_steps >= _YOUNG_STEPS[-1]:
+            return weights
+        for rank in range(self.num_ranks):
+            history, batches = self._weights[:, rank], window.local_batches[:, rank]
+            steps = np.flatnonzero(window.valid[:, rank] & (batches == batches[0]))
+            young = (history.min(axis=0) > 0) & (history.max(axis=0) < 2 * _YOUNG_STEPS[0] * _YOUNG_WEIGHTS[0])
+            seen = young & (self._batches[rank] == batches[0])
+            times = logs[:, steps, rank].mean(axis=0)
+            half = len(steps) // 2
+            if half == 0:
+                continue
+            fall = times[:half].min() - times[-half:].min()  # outliers are slow
+            if seen.any():
+                fall = self._logs[:, rank, seen.argmax()].mean() - np.median(times)
+            if fall < _WARM:
+                weights[:, rank] = 1.0
+            if fall < _WARM and seen.any():
+                history[:, young] /= _YOUNG_WEIGHTS[0]
+        return weights
+
+    def _update_noise(self, window: StepWindow, logs: FloatArray, *, is_young: bool) -> None:
         """Learn the relative scatter from neighbouring steps with the same local batch."""
         same = (np.diff(window.local_batches, axis=0) == 0) & window.valid[1:] & window.valid[:-1]
         steps = np.abs(np.diff(logs, axis=1))[:, same]
         if steps.size:
             # The median of |x - y| for two normal variables is 0.6745 sqrt(2) standard deviations.
             scatter = float(np.clip(np.median(steps) / 0.9539, _LEAST_NOISE, _MOST_NOISE))
-            self.noise = scatter if self.noise == 0.0 else 0.7 * self.noise + 0.3 * scatter
+            self.noise = scatter if is_young or self.noise == 0.0 else 0.7 * self.noise + 0.3 * scatter
         for rank in np.flatnonzero(same.sum(axis=0) >= 3):
             own = float(np.median(np.abs(np.diff(logs[:, :, rank], axis=1))[:, same[:, rank]])) / 0.9539
             # The weight is small: two outliers in a short window must not pass for a noisy rank.
@@ -326,6 +367,7 @@ class Learner:
         residuals: FloatArray,
         promised: BoolArray,
         steps: IntArray,
+        weights: FloatArray,
     ) -> None:
         """Average these steps of one rank into its history, each component without its outliers."""
         for batch in np.unique(window.local_batches[steps, rank]):
@@ -338,10 +380,10 @@ class Learner:
             # history is wrong: trust the window.
             alone |= (np.mean(np.abs(off) > cut, axis=1, keepdims=True) > 0.5) & ~self._cusum[:, rank].any()
             off = np.where(alone, values - middle_of(values, cut), off)
-            inlier = np.abs(off) <= cut
-            count = inlier.sum(axis=1)
-            mean = np.where(inlier, values, 0.0).sum(axis=1) / np.maximum(count, 1)
-            self._merge(rank, float(batch), mean, count)
+            weight = np.where(np.abs(off) <= cut, weights[same, rank], 0.0)
+            total = weight.sum(axis=1)
+            mean = (weight * values).sum(axis=1) / np.where(total > 0, total, 1.0)
+            self._merge(rank, float(batch), mean, total)
 
     def _merge(self, rank: int, batch: float, logs: FloatArray, counts: IntArray | FloatArray) -> None:
         """Add an average to a rank's history: to the point of its batch, or as a point of its own.
@@ -396,7 +438,9 @@ class Learner:
             "num_buckets": self._comm.shape[1],
             "noise": self.noise,
             "loading": self.loading.state_dict(),
+            "layers": self.layers.state_dict(),
             "doubted": sorted(self._doubted),
+            "num_steps": self.num_steps,
             **arrays,
         }
 
@@ -407,7 +451,11 @@ class Learner:
         self.noise = number("noise", state["noise"], high=_LIMITS["_rank_noise"][1])
         if "loading" in state:  # older states have none
             self.loading.load_state_dict(state["loading"])
-        state = {"_present": [0.0] * self.num_ranks, "doubted": [], **state}  # older states have none
+        if "layers" in state:  # older states have none
+            self.layers.load_state_dict(state["layers"])
+        missing = {"_present": [0.0] * self.num_ranks, "doubted": [], "num_steps": _YOUNG_STEPS[-1]}
+        state = {**missing, **state}  # older states have none of these
+        self.num_steps = whole("num_steps", state["num_steps"])
         self._doubted = {whole("doubted", rank) for rank in state["doubted"]} & set(range(self.num_ranks))
         buckets = whole("num_buckets", state["num_buckets"])
         rows = len(state["_comm"]) // max(buckets, 1)

@@ -11,6 +11,7 @@ Legend, rank i of n, bucket j of J, local batch b:
 
 The paper keeps the first and the last bucket only: gamma, C_1 = T_o + T_u and C_2 = T_u (`Cluster.two_point`). Every
 rank's time is thus the largest of a few lines alpha + beta b with beta >= 0, which is all that the split needs to know.
+Where ranks meet layer by layer instead of in an all-reduce of each bucket, the formula is another: `layers`.
 """
 
 from __future__ import annotations
@@ -18,12 +19,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from cannikin.core.values import NO_MAX, FloatArray, IntArray
 from cannikin.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from cannikin.core.layers import Layers
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -76,6 +81,7 @@ class Cluster:
         min_batch, max_batch: bounds on each local batch, samples, [n]; 1 and no upper bound where left out.
         names: one per rank, for people; `rank0`, `rank1`, ... where left out.
         load: L_i, the time a rank's loader needs for a batch while the rank computes; no time where left out.
+        layers: how ranks meet layer by layer, where they do: these, not the buckets, then decide the step's time.
     """
 
     forward: Curve
@@ -86,6 +92,7 @@ class Cluster:
     max_batch: IntArray
     names: tuple[str, ...]
     load: Curve
+    layers: Layers | None
 
     def __init__(
         self,
@@ -98,6 +105,7 @@ class Cluster:
         max_batch: npt.ArrayLike | None = None,
         names: Sequence[str] | None = None,
         load: Curve | None = None,
+        layers: Layers | None = None,
     ) -> None:
         n = len(forward.fixed_s)
         if n == 0:
@@ -115,6 +123,7 @@ class Cluster:
             ("max_batch", len(high)),
             ("names", len(labels)),
             ("load", len(loading.fixed_s)),
+            ("layers", n if layers is None else len(layers.shares)),
         ):
             if size != n:
                 raise InvalidInputError(f"{name} describes {size} ranks, forward describes {n}")
@@ -122,7 +131,17 @@ class Cluster:
             raise InvalidInputError(
                 f"min_batch={low.tolist()}, max_batch={high.tolist()}: need 1 <= min_batch <= max_batch on every rank"
             )
-        values = (forward, backward, np.broadcast_to(shares, (n, len(tails))), tails, low, high, labels, loading)
+        values = (
+            forward,
+            backward,
+            np.broadcast_to(shares, (n, len(tails))),
+            tails,
+            low,
+            high,
+            labels,
+            loading,
+            layers,
+        )
         for name, value in zip(self.__dataclass_fields__, values, strict=True):
             object.__setattr__(self, name, value)
 
@@ -193,6 +212,7 @@ class Cluster:
             max_batch=self.max_batch[chosen],
             names=tuple(self.names[rank] for rank in chosen.tolist()),
             load=self.load.take(chosen),
+            layers=None if self.layers is None else self.layers.of(self.layers.shares[chosen]),
         )
 
     @cached_property
@@ -278,6 +298,8 @@ def step_time(cluster: Cluster, local_batches: npt.ArrayLike) -> float:
 
         T = max( max over i, j of  a_i(b_i) + gamma_ij P_i(b_i) + C_j ,  max over i of  L_i(b_i) )
 
+    or, where the cluster has layers, what `layers` says in place of the first of the two.
+
     Args:
         cluster: the performance model.
         local_batches: b_i, whole or not, [n].
@@ -293,7 +315,10 @@ def step_time(cluster: Cluster, local_batches: npt.ArrayLike) -> float:
         raise InvalidInputError(f"{batches.size} local batches for {cluster.num_ranks} ranks: give one per rank")
     if not np.isfinite(batches).all():
         raise InvalidInputError(f"local_batches={batches.tolist()}: must be finite")
-    return float(cluster.finish_s(batches).max())
+    if cluster.layers is None:
+        return float(cluster.finish_s(batches).max())
+    layered_s = cluster.layers.step_s(cluster.forward.at(batches), cluster.backward.at(batches))
+    return max(layered_s, float(cluster.load.at(batches).max()))
 
 
 # How much of the hardware a step uses.

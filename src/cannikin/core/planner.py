@@ -89,6 +89,7 @@ class Decision:
             it breaks a bound, None where no model is known.
         settled: whether windows may be long; False while the planner learns, for instance after a change of speed.
         phase: one word for logs: what the planner is doing.
+        norms_always: whether gradient norms are to be taken in every step; the first decision of a run says it for all.
     """
 
     plan: Plan
@@ -98,6 +99,7 @@ class Decision:
     even_speed: float | None = None
     settled: bool = True
     phase: str = ""
+    norms_always: bool = False
 
 
 class Planner(Protocol):

@@ -11,7 +11,7 @@ belong to consecutive windows. After a window that ends before step w,
 
 each `lag` steps later where a device's measurements take that long to reach the host. Windows are short while a run is
 young and while a planner has not settled. Gradient norms cost two passes over the gradient, so they are taken in every
-step at first, then in every fourth.
+step at first, then in every fourth, unless the planner asks for all of them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NORMS_ALWAYS, _NORMS_EVERY = 60, 4
 
 
 def takes_norms(step: int) -> bool:
-    """Return whether gradient norms are taken in this step of a run, counted from 0.
+    """Return whether gradient norms are taken in this step of a run where the planner does not ask for all of them.
 
     Example:
         >>> [step for step in range(58, 72) if takes_norms(step)]
@@ -66,6 +66,11 @@ class Schedule:
         self._gains: dict[tuple[int, int], float] = {}
         self._plans = [checked(decision.plan, self.job)]
         self._decided_step = 0
+        self._norms_always = decision.norms_always
+
+    def takes_norms(self, step: int) -> bool:
+        """Return whether gradient norms are taken in this step of a run, counted from 0."""
+        return self._norms_always or takes_norms(step)
 
     @property
     def newest(self) -> Plan:

@@ -306,7 +306,16 @@ def optimal_split(cluster: Cluster, total_batch: int) -> Split:
         >>> split.local_batches, split.step_s
         ((8, 4), 7.0)
     """
-    return SplitSolver(cluster).split(total_batch)
+    return solver_for(cluster).split(total_batch)
+
+
+def solver_for(cluster: Cluster) -> SplitSolver:
+    """Return the solver for a cluster, by how its ranks meet."""
+    if cluster.layers is None:
+        return SplitSolver(cluster)
+    from cannikin.core.layer_split import LayerSolver  # it is made of this module's solver
+
+    return LayerSolver(cluster)
 
 
 def fewer_ranks(cluster: Cluster, total_batch: int) -> tuple[tuple[int, ...], Split] | None:

@@ -1,7 +1,7 @@
 """The values that planners are given and make: jobs, windows of measured steps, splits and plans.
 
-Legend: S steps of a window, n ranks, J gradient buckets. Times are seconds on the measuring rank's own clock: only
-durations are ever compared between ranks.
+Legend: S steps of a window, n ranks, J gradient buckets, K segments of a sharded module's step. Times are seconds on
+the measuring rank's own clock: only durations are ever compared between ranks.
 """
 
 from __future__ import annotations
@@ -171,6 +171,42 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class LayerTimes:
+    """What was measured in the steps of a window where ranks meet layer by layer, as under `fully_shard`.
+
+    A step is a row of K segments of computing, the same on every rank, cut where a collective is needed: segment 0 is
+    the optimizer, the start of backward begins a segment, and each all-gather does. See `layers` for what follows.
+
+    Args:
+        compute_s: each segment's own computing, without any waiting, [S, n, K].
+        gather_s: the all-gather that segment k waits for, as long as it took on this rank, waiting for slower ranks
+            included, [S, n, K]; NaN on every rank where the segment needs none.
+        reduce_s: the same of the reduce-scatter after segment k.
+        num_forward: F; so many segments come before backward.
+        ahead: whether a gather begins while the segment before it computes, as on a GPU, or only when it is needed.
+        in_flight: reduce-scatters that may run beside the computing; 0 where each must end first.
+    """
+
+    compute_s: FloatArray
+    gather_s: FloatArray
+    reduce_s: FloatArray
+    num_forward: int
+    ahead: bool
+    in_flight: int
+
+    def __post_init__(self) -> None:
+        shape = self.compute_s.shape
+        if len(shape) != 3 or self.gather_s.shape != shape or self.reduce_s.shape != shape:
+            shapes = f"{shape}, {self.gather_s.shape}, {self.reduce_s.shape}"
+            raise InvalidInputError(f"compute_s, gather_s, reduce_s have shapes {shapes}: give [S, n, K] of each")
+        if not 0 < self.num_forward < shape[-1] or self.in_flight < 0:
+            raise InvalidInputError(
+                f"num_forward={self.num_forward}, in_flight={self.in_flight}: {shape[-1]} segments need at least one "
+                "before backward and one in it, and in_flight is not negative"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class StepWindow:
     """What was measured in S consecutive steps, on all ranks.
 
@@ -190,9 +226,12 @@ class StepWindow:
         max_batch: the largest local batch that each rank's memory allows, as far as is known, [n].
         accumulated: batches whose gradients had piled up since the optimizer's last step, this one included, [S]. Norms
             are of a mean over so many times `local_batches`; the group of an optimizer step ends where times are valid.
+        layers: times by segment, where ranks meet layer by layer. `before_s` and `ready_s` are then sums of its
+            `compute_s`, forward's and backward's, and `done_s` counts from `before_s` after the step's start: all
+            waiting of a step lies between `ready_s` and `done_s`.
 
-    The last five may be left out: then every measurement counts, no rank waited for data, no product was taken, memory
-    has no limit and every batch has its own step of the optimizer.
+    The last six may be left out: then every measurement counts, no rank waited for data, no product was taken, memory
+    has no limit, every batch has its own step of the optimizer, and ranks meet in all-reduces of buckets only.
     """
 
     first_step: int
@@ -207,9 +246,13 @@ class StepWindow:
     previous_dot: FloatArray = field(default_factory=lambda: np.zeros(0))
     max_batch: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     accumulated: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    layers: LayerTimes | None = None
 
     def __post_init__(self) -> None:
         steps, ranks = self.local_batches.shape
+        if self.layers is not None and self.layers.compute_s.shape[:2] != (steps, ranks):
+            given = self.layers.compute_s.shape[:2]
+            raise InvalidInputError(f"layers are of {given} steps and ranks, the window of {(steps, ranks)}")
         wanted: tuple[tuple[str, tuple[int, ...], float | None], ...] = (
             ("before_s", (steps, ranks), None),
             ("ready_s", (steps, ranks, self.num_buckets), None),

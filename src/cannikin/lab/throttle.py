@@ -11,6 +11,9 @@ waits for other ranks.
 Hooks used: the global forward (pre-)hooks, which see every module; a tensor hook on each output, for the moment
 backward begins; a tensor hook on each parameter, which runs before DDP hears of its gradient. No full backward hook:
 those break modules that work in place.
+
+Under `fully_shard` ranks meet before and after every sharded part, and a sharded parameter's hooks never run: there
+each part takes its share of the device's time by itself, between the two (`_ShardedRoot`).
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -101,6 +105,7 @@ class Throttle:
         self._outermost: torch.nn.Module | None = None
         self._forward: Stretch | None = None
         self._roots: weakref.WeakKeyDictionary[torch.nn.Module, _Root] = weakref.WeakKeyDictionary()
+        self._sharded: weakref.WeakKeyDictionary[torch.nn.Module, _ShardedRoot] = weakref.WeakKeyDictionary()
         self._inner: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # modules inside the roots
         self._num_forwards = 0
         self._judged: list[Stretch] = []
@@ -120,13 +125,14 @@ class Throttle:
             handle.remove()
             # torch leaves it in this table, and warns of a global hook whenever something is compiled.
             torch.nn.modules.module._global_forward_hooks_with_kwargs.pop(handle.id, None)
+        self._handles = []
 
     def _before_module(self, module: torch.nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():  # inside a compiled module, which has these hooks itself
             return
         if self._outermost is None:
             self._outermost = module
-            if self._is_training(module):
+            if self._is_training(module) and not self._slows_parts(module):
                 self._forward = self._pace()
         elif self._forward is not None and module is _inside(self._outermost):
             self._forward = self._pace()  # DDP may have waited for other ranks' buffers, which is not this rank's work
@@ -138,13 +144,34 @@ class Throttle:
         output, kwargs = rest[-1], rest[0] if len(rest) == 2 else {}
         if pace is None or output is None:  # not a training forward, or it raised
             return
-        num_samples = next((len(tensor) for tensor in _tensors((args, kwargs)) if tensor.ndim > 0), 1)
-        forward_s, backward_s = self.device.times_s(num_samples=num_samples, forward=self._num_forwards)
+        forward_s, backward_s = self._times_s((args, kwargs))
         self._root(module).expect(output, backward_s)
         pace.budget_s = forward_s
         pace.reach()
         self._judge(pace)
         self._num_forwards += 1
+
+    def _times_s(self, inputs: Any) -> tuple[float, float]:
+        """Return what the device takes for forward and for backward of these inputs."""
+        num_samples = next((len(tensor) for tensor in _tensors(inputs) if tensor.ndim > 0), 1)
+        return self.device.times_s(num_samples=num_samples, forward=self._num_forwards)
+
+    def _slows_parts(self, module: torch.nn.Module) -> bool:
+        """Return whether the module's sharded parts slow themselves; hooks on them are set at its first forward."""
+        if not isinstance(module, FSDPModule):
+            return False
+        if module not in self._sharded:
+            self._sharded[module] = _ShardedRoot(module, self._begin_sharded, self._pace, self._judge)
+            self._inner.update(part for part in module.modules() if part is not module)
+        return True
+
+    def _begin_sharded(self, module: torch.nn.Module, inputs: Any) -> tuple[float, float]:
+        """Return the times of a forward of a sharded module that begins; none where it is not slowed."""
+        if not self._handles or not self._is_training(module):
+            return 0.0, 0.0
+        times_s = self._times_s(inputs)
+        self._num_forwards += 1
+        return times_s
 
     def _is_training(self, module: torch.nn.Module) -> bool:
         # Loss functions have no parameters; a checkpointed part of a root is called once more in backward, on its own.
@@ -231,6 +258,113 @@ class _Root:
         self._pace = None
         self._arrived = set()
         self._begun = set()
+
+
+class _ShardedRoot:
+    """One outermost module under `fully_shard`: what each of its sharded parts takes, as its share of all layers.
+
+    A part begins once its parameters are there (a hook set after `fully_shard`'s runs after it), and ends before they
+    are given back; its backward ends before its gradients are reduced, where its input's gradient is there. The root's
+    own layers take their time at the end of forward and at the start of backward. In backward real work comes on top.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        begin: Callable[[torch.nn.Module, Any], tuple[float, float]],
+        make_pace: Callable[[], Stretch],
+        judge: Callable[[Stretch], None],
+    ) -> None:
+        self._begin, self._make_pace, self._judge = begin, make_pace, judge
+        self._forward_s = self._backward_s = 0.0
+        self._paces: dict[torch.nn.Module, Stretch] = {}
+        counts = _layers_by_part(module)
+        self._shares = {part: count / sum(counts.values()) for part, count in counts.items()}
+        module.register_forward_pre_hook(self._before_root, with_kwargs=True)
+        module.register_forward_hook(self._after_root, prepend=True)
+        for part in self._shares:
+            if part is not module:
+                part.register_forward_pre_hook(self._before_part, with_kwargs=True)
+                part.register_forward_hook(self._after_part, prepend=True)
+
+    def _before_root(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        self._forward_s, self._backward_s = self._begin(module, (args, kwargs))
+
+    def _after_root(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        backward_s = self._backward_s * self._shares.get(module, 0.0)
+        if backward_s > 0:
+            rest = self._rest_once(backward_s)
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    _hook(tensor, rest)
+        self._rest(self._forward_s * self._shares.get(module, 0.0))
+
+    def _before_part(self, part: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._forward_s == 0:
+            return None
+        self._paces[part] = self._make_pace()
+        rest = self._rest_once(self._backward_s * self._shares[part])
+        return _marked(args, rest), {name: _marked(value, rest) for name, value in kwargs.items()}
+
+    def _after_part(self, part: torch.nn.Module, args: Any, output: Any) -> None:
+        pace = self._paces.pop(part, None)
+        if pace is not None:
+            pace.budget_s = self._forward_s * self._shares[part]
+            pace.reach()
+            self._judge(pace)
+
+    def _rest(self, seconds: float) -> None:
+        pace = self._make_pace()
+        pace.budget_s = seconds
+        pace.reach()
+
+    def _rest_once(self, seconds: float) -> Callable[[torch.Tensor], None]:
+        """Return what rests at the first of several gradients that appear together."""
+        waiting = [seconds]
+
+        def rest(gradient: torch.Tensor) -> None:
+            if waiting:
+                self._rest(waiting.pop())
+
+        return rest
+
+
+def _layers_by_part(module: torch.nn.Module) -> dict[torch.nn.Module, int]:
+    """Return how many modules with parameters of their own belong to each sharded part, the nearest around them."""
+    counts: dict[torch.nn.Module, int] = {}
+
+    def count(inner: torch.nn.Module, part: torch.nn.Module) -> None:
+        part = inner if isinstance(inner, FSDPModule) else part
+        if any(weight.requires_grad for weight in inner.parameters(recurse=False)):
+            counts[part] = counts.get(part, 0) + 1
+        for child in inner.children():
+            count(child, part)
+
+    count(module, module)
+    return counts
+
+
+class _Mark(torch.autograd.Function):
+    """The identity, whose backward calls `rest` first."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, rest: Callable[[torch.Tensor], None]) -> torch.Tensor:
+        ctx.rest = rest
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.rest(gradients[0])
+        return gradients[0], None
+
+
+def _marked(value: Any, rest: Callable[[torch.Tensor], None]) -> Any:
+    """Return an input, or a tuple of them, with `rest` to be called where its gradient has been computed."""
+    if isinstance(value, tuple):
+        return tuple(_marked(part, rest) for part in value)
+    if isinstance(value, torch.Tensor) and value.requires_grad:
+        return _Mark.apply(value, rest)  # type: ignore[no-untyped-call]
+    return value
 
 
 def _hook(tensor: torch.Tensor, call: Callable[[torch.Tensor], None]) -> None:

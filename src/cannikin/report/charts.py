@@ -10,10 +10,10 @@ import numpy as np
 
 from cannikin.core.values import FloatArray
 from cannikin.report import page
-from cannikin.report.numbers import Metric, Reached, RunArrays, Windows, prediction_error, thin, window_uses
+from cannikin.report.numbers import Metric, Reached, RunArrays, Windows, thin, window_uses
 from cannikin.report.rank_charts import computing, local_batches, step_timeline, utilisation
-from cannikin.runlog import PlanRecord
-from cannikin.words import amount, percent
+from cannikin.runlog import PlanRecord, Predictions
+from cannikin.words import amount, duration, percent
 
 _BINS, _COMPARED_BINS = 200, 150  # of points, for a line
 _MOST_METRICS, _MOST_COMPARED_METRICS = 6, 4
@@ -29,7 +29,7 @@ def run_charts(run: RunArrays) -> dict[str, list[page.Figure | page.Missing]]:
             utilisation(windows),
             computing(windows),
             _use(windows),
-            _predicted(windows),
+            _predicted(run),
         ],
         "Noise, goodput and learning": [
             _noise(windows),
@@ -89,8 +89,9 @@ def _use(windows: Windows) -> page.Figure | page.Missing:
     return page.Figure("use", title, caption, [page.View("", traces)], page.STEPS, y, legend=tuple(keys))
 
 
-def _predicted(windows: Windows) -> page.Figure | page.Missing:
-    title = "Step time, predicted and measured"
+def _predicted(run: RunArrays) -> page.Figure | page.Missing:
+    """Draw what steps took, what was expected of them, and what plans promised of splits that had never run."""
+    title, windows = "Step time, predicted and measured", run.windows
     rows = np.flatnonzero(np.isfinite(windows.step_ms))
     if not len(rows):
         return page.Missing("predicted", title, page.NO_WINDOWS)
@@ -98,16 +99,47 @@ def _predicted(windows: Windows) -> page.Figure | page.Missing:
     x, measured, predicted = windows.first_step[rows], windows.step_ms[rows], windows.predicted_ms[rows]
     traces, keys = [page.line(x, measured, "measured", "main")], [page.Key("measured", "main", "line")]
     caption = "What a step took. This policy predicts no step times."
-    error = prediction_error(windows)
-    if np.isfinite(error):
-        traces.append(page.line(x, predicted, "predicted", "second", mode="lines"))
-        keys.append(page.Key("predicted before it was measured", "second", "line"))
-        caption = f"Each window was predicted before it began: half of the predictions are within {percent(error)}."
+    if np.isfinite(predicted).any():
+        traces.append(page.line(x, predicted, "expected", "second", mode="lines"))
+        keys.append(page.Key("expected, corrected by the split's own earlier steps", "second", "line"))
+        promised = [each for each in run.predictions.outcomes if each.error is not None]
+        if promised:
+            points = np.array([(each.plan.first_step, each.plan.predicted_step_ms) for each in promised])
+            points = points[thin(points[:, 1], _BINS)]
+            marks = page.line(points[:, 0], points[:, 1], "promised", "second", mode="markers")
+            marks["marker"] |= {"size": 11, "symbol": "diamond"}
+            traces.append(marks)
+            keys.append(page.Key("predicted before the split had run", "second", "dot"))
+        caption = " ".join(prediction_words(run.predictions)) or "No plan for a new split has run long enough to judge."
     times = page.axis("step time (ms)", rangemode="tozero")
     if measured.max() > 20 * np.median(measured) and measured.min() > 0:  # one stall must not flatten all the rest
         drawn = np.concatenate([measured, predicted[predicted > 0]])
         times = page.log_axis("step time (ms, log scale)", drawn.min() / 1.2, drawn.max() * 1.2)
     return page.Figure("predicted", title, caption, [page.View("", traces)], page.STEPS, times, legend=tuple(keys))
+
+
+def prediction_words(predictions: Predictions) -> list[str]:
+    """Return how far off predictions were, in sentences: before a split had run, and by the paper's measure."""
+    errors, optimum, said = predictions.before_it_ran, predictions.optimum, []
+    if errors is not None:
+        said.append(
+            f"The one plan for a split that had never run predicted its step time {percent(errors.worst)} off."
+            if errors.num_plans == 1
+            else f"Half of the {errors.num_plans:,} plans for splits that had never run predicted their step time to "
+            f"within {percent(errors.median)}; the worst was {percent(errors.worst)} off."
+        )
+    elif any(each.is_new is None for each in predictions.outcomes):
+        said.append(
+            f"The log begins at step {predictions.first_step:,}: which splits had run before is not known, so no "
+            "prediction counts as made before its split had run."
+        )
+    if optimum is not None:
+        ran = "the one split" if optimum.num_splits == 1 else f"the best of {optimum.num_splits:,} splits"
+        said.append(
+            f"The last plan predicts {duration(optimum.predicted_ms)}; {ran} of this total batch that ran "
+            f"took {duration(optimum.best_ms)}: {percent(abs(optimum.error))} off."
+        )
+    return said
 
 
 def _noise(windows: Windows) -> page.Figure | page.Missing:

@@ -1,4 +1,4 @@
-"""A run as arrays, and what these come to: shares of time, errors of predictions, bars of a step, points to draw.
+"""A run as arrays, and what these come to: shares of time, bars of a step, points to draw.
 
 Legend: W windows, n ranks (the most there ever were), A activities.
 """
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from cannikin.core.perf import hardware_use
 from cannikin.core.values import BoolArray, FloatArray, IntArray
-from cannikin.runlog import EventRecord, Header, PlanRecord, RunLogReader, Timeline
+from cannikin.runlog import EventRecord, Header, PlanRecord, Predictions, RunLogReader, Timeline
 from cannikin.runlog.times import NS_PER_MS, activity, longest_ns, rank_moments
 
 ByRank = npt.NDArray[np.float32]  # a long log of many ranks has most of its numbers in these
@@ -132,6 +132,7 @@ class RunArrays:
     targets: dict[str, float]  # values that metrics are to reach, where the run logged them as `target_NAME`
     in_training_time: bool  # whether metrics are over the time spent training, as the run logged it in `train_s`
     plans: Ends[PlanRecord]  # those that changed the split
+    predictions: Predictions
     last_plan: PlanRecord | None
     compared: tuple[PlanRecord, ...]  # plans that compared total batches, spread evenly over the run
     events: Ends[EventRecord]  # all but evaluations and epochs
@@ -307,13 +308,6 @@ def stretch(windows: Windows, rows: IntArray) -> Stretch:
         use=_median(window_uses(windows.local_batches[rows], windows.times_ms[rows])),
         even_speed=float(windows.even_speed[rows[-1]]),
     )
-
-
-def prediction_error(windows: Windows) -> float:
-    """Return the median of |predicted - measured| / measured over the windows that have both; NaN where none has."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        errors = np.abs(windows.predicted_ms / windows.step_ms - 1.0)
-    return _median(errors)
 
 
 class Target(NamedTuple):

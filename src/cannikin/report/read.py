@@ -25,6 +25,7 @@ from cannikin.runlog import (
     Header,
     NoiseRecord,
     PlanRecord,
+    Predictions,
     Record,
     RunLogReader,
     Timeline,
@@ -130,6 +131,7 @@ class _RunSoFar:
         self._in_training_time = False
         self._recent: deque[PlanRecord] = deque(maxlen=4)  # a plan is in force at most a few windows later
         self._changes: Ends[PlanRecord] = Ends(_MAX_LISTED)
+        self._predictions = Predictions()
         self._compared: Spread[PlanRecord] = Spread(_MAX_COMPARED)
         self._events: Ends[EventRecord] = Ends(_MAX_LISTED)
         self._timelines: Ends[Timeline] = Ends(_NUM_TIMELINES)
@@ -138,6 +140,7 @@ class _RunSoFar:
         self._offset_ms, self._elapsed_ms = 0.0, math.nan
 
     def take(self, record: Record) -> None:
+        self._predictions.write(record)
         if isinstance(record, WindowRecord):
             self._take_window(record)
         elif isinstance(record, PlanRecord):
@@ -204,6 +207,7 @@ class _RunSoFar:
             targets={key: float(goal.value[-1]) for key, goal in goals.items()},
             in_training_time=self._in_training_time,
             plans=self._changes,
+            predictions=self._predictions,
             last_plan=self._recent[-1] if self._recent else None,
             compared=self._compared.kept,
             events=self._events,

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from cannikin.core.values import FloatArray
-from cannikin.report.charts import compare_charts, run_charts
+from cannikin.report.charts import compare_charts, prediction_words, run_charts
 from cannikin.report.numbers import (
     Reached,
     RunArrays,
@@ -17,13 +17,13 @@ from cannikin.report.numbers import (
     Target,
     early_rows,
     late_stretch,
-    prediction_error,
     reached,
     stretch,
 )
 from cannikin.report.page import Item, Section, Table, make_page, plotly_source
 from cannikin.report.read import find_runs, read_runs
-from cannikin.runlog import numbers_only, refuse_overwriting
+from cannikin.runlog import PlanRecord, numbers_only, refuse_overwriting
+from cannikin.runlog.predictions import PlanOutcome
 from cannikin.runlog.times import ACTIVITIES, activity
 from cannikin.whole_files import whole_file
 from cannikin.words import amount, count, counted, duration, kinds, memory, percent, rank_name, split, use
@@ -93,13 +93,21 @@ def _facts(run: RunArrays) -> list[tuple[str, str]]:
         noise = _known(run.windows.noise_scale)
         facts += [
             ("last step time", duration(late.step_ms)),
-            ("prediction error", percent(prediction_error(run.windows))),
+            *_prediction_facts(run),
             ("samples per second", amount(late.samples_per_s)),
             ("use of the hardware", percent(late.use)),
             ("waiting, mean of ranks", percent(float(waiting.mean()) if len(waiting) else float("nan"))),
             ("noise scale, samples", amount(float(noise[-1]) if len(noise) else float("nan"))),
         ]
     return [(name, value) for name, value in facts if value != "not known"]
+
+
+def _prediction_facts(run: RunArrays) -> list[tuple[str, str]]:
+    errors, optimum = run.predictions.before_it_ran, run.predictions.optimum
+    return [
+        ("prediction error before it ran", "not known" if errors is None else percent(errors.median)),
+        ("prediction error against best", "not known" if optimum is None else percent(abs(optimum.error))),
+    ]
 
 
 def _known(values: FloatArray) -> FloatArray:
@@ -140,6 +148,7 @@ def _ranks(run: RunArrays) -> Table:
 def _plans(run: RunArrays) -> Table:
     """Return every change of the split, with its reason."""
     changes, num_changes = run.plans.kept, run.plans.num_seen
+    outcomes = {each.plan: each for each in run.predictions.outcomes}
     last = [run.last_plan] if run.last_plan is not None and run.last_plan not in changes else []
     rows = [
         {
@@ -147,15 +156,29 @@ def _plans(run: RunArrays) -> Table:
             "total batch": f"{plan.total_batch:,}",
             "split": split(plan.local_batches),
             "predicted step": "" if plan.predicted_step_ms is None else duration(plan.predicted_step_ms),
+            **_measured(plan, outcomes.get(plan)),
             "phase": plan.phase,
             "reason": plan.reason,
         }
         for plan in [*changes, *last]
     ]
     times = "Once" if num_changes == 1 else f"{num_changes:,} times"
-    note = f"{times} a plan with another split was made; the last plan of all ends the table."
+    note = (
+        f"{times} a plan with another split was made; the last plan of all ends the table. Off by: what was predicted "
+    )
+    note += "when the plan was made, before any step had run its split, against the median of its steps."
     note = note + _left_out(num_changes - len(changes)) if rows else "The log holds no plan."
     return Table(title="Plans and their reasons", rows=rows, note=note, folded=len(rows) > 24)
+
+
+def _measured(plan: PlanRecord, outcome: PlanOutcome | None) -> dict[str, str]:
+    """Return what a plan's steps took, and how far off it was."""
+    if outcome is None or outcome.measured_ms is None:
+        return {"measured step": "", "off by": ""}
+    off = "" if outcome.error is None else f"{outcome.error:+.1%}"
+    if plan.predicted_step_ms is not None and outcome.is_new is not True:
+        off = "not known: the log begins later" if outcome.is_new is None else "had run before"
+    return {"measured step": duration(outcome.measured_ms), "off by": off}
 
 
 def _events(run: RunArrays) -> Table:
@@ -187,13 +210,19 @@ def _rank_name(run: RunArrays, rank: int) -> str:
 
 
 def headline(run: RunArrays) -> list[str]:
-    """Return the run in sentences: what ran, how it went, who held it up, where the log ends."""
+    """Return the run in sentences: what ran, how it went, who held it up, how predictions did, where it ends."""
     said, late = [_what_ran(run)], late_stretch(run.windows)
     if late is None:
         said.append("No window of steps has been written yet, so there is nothing to draw.")
     else:
         early = stretch(run.windows, early_rows(run.windows))
-        said += [_outcome(run, late), _gain(early, late), _use(late), _bottleneck(run, late)]
+        said += [
+            _outcome(run, late),
+            _gain(early, late),
+            _use(late),
+            _bottleneck(run, late),
+            *prediction_words(run.predictions),
+        ]
     return [sentence for sentence in (*said, *_damage(run), _ending(run)) if sentence]
 
 
@@ -222,8 +251,7 @@ def _outcome(run: RunArrays, late: Stretch) -> str:
     said += f" At the end the total batch of {late.total_batch:,} is split {split(late.local_batches)}"
     if math.isfinite(late.step_ms):
         said += f", and a step takes {duration(late.step_ms)}"
-    error = prediction_error(run.windows)
-    return f"{said}; predictions were {percent(error)} off (median)." if math.isfinite(error) else f"{said}."
+    return f"{said}."
 
 
 def _gain(early: Stretch, late: Stretch) -> str:

@@ -25,6 +25,7 @@ last ones.
 from __future__ import annotations
 
 from cannikin.runlog.convert import decision_records, job_info, noise_record, plan_record, replay_window, window_record
+from cannikin.runlog.predictions import Predictions, read_predictions
 from cannikin.runlog.reader import RunLog, RunLogReader, numbers_only, read_runlog, refuse_overwriting, run_inside
 from cannikin.runlog.records import (
     FORMAT,
@@ -55,6 +56,7 @@ __all__ = [
     "NoiseRecord",
     "Observer",
     "PlanRecord",
+    "Predictions",
     "RankInfo",
     "Record",
     "RunLog",
@@ -67,6 +69,7 @@ __all__ = [
     "noise_record",
     "numbers_only",
     "plan_record",
+    "read_predictions",
     "read_runlog",
     "refuse_overwriting",
     "replay_window",

@@ -192,12 +192,20 @@ def _is_whole(line: Timeline) -> bool:
 
 
 def _usual_split(window: StepWindow) -> tuple[int, ...]:
-    """Return the split with the most valid measurements; of several, the latest."""
-    counts: dict[tuple[int, ...], int] = {}
+    """Return the split with the most valid measurements; of several, the latest.
+
+    Not so where that is an epoch's short last step, alone valid among steps whose gradients pile up.
+    """
+    num_valid: dict[tuple[int, ...], int] = {}
+    num_steps: dict[tuple[int, ...], int] = {}
     rows = zip(window.local_batches.tolist(), window.valid.sum(axis=1).tolist(), strict=True)
-    for batches, num_valid in reversed(list(rows)):
-        counts[tuple(batches)] = counts.get(tuple(batches), 0) + num_valid
-    return max(counts, key=lambda split: counts[split])
+    for batches, valid in reversed(list(rows)):
+        split = tuple(batches)
+        num_valid[split] = num_valid.get(split, 0) + valid
+        num_steps[split] = num_steps.get(split, 0) + 1
+    measured, usual = (max(counts, key=lambda split: counts[split]) for counts in (num_valid, num_steps))
+    is_short = sum(measured) < sum(usual) and not num_valid[usual]
+    return usual if is_short else measured
 
 
 def _waits(tail_s: FloatArray, counted: BoolArray) -> FloatArray:

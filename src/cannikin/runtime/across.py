@@ -53,6 +53,10 @@ class _Sum(torch.autograd.Function):
         return ctx.together.sum_gradients(gradients[0].contiguous()), None
 
 
+# Since torch 2.13 the older name warns.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 class _Gather(torch.autograd.Function):
     """The rows of all ranks, one rank after another; `sizes` are their numbers."""
 
@@ -63,7 +67,7 @@ class _Gather(torch.autograd.Function):
         padded = rows.new_zeros((longest, *rows.shape[1:]))
         padded[: len(rows)] = rows
         every = rows.new_empty((len(sizes) * longest, *rows.shape[1:]))
-        dist.all_gather_into_tensor(every, padded, group=together.group)
+        _all_gather(every, padded, group=together.group)
         parts = every.view(len(sizes), longest, *rows.shape[1:])
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from cannikin.core import policies
-from cannikin.core.devices import DeviceId, find_origins
+from cannikin.core.devices import DeviceId, find_departed, find_origins
 from cannikin.core.lr import Progress
 from cannikin.core.planner import DevicePlanner, Planner
 from cannikin.core.policies import plans
@@ -51,6 +52,34 @@ def check_owner(optimizers: Sequence[torch.optim.Optimizer], loop: Loop) -> None
             "the optimizer belongs to another model with a loader, or to an earlier wrapper of this one: make a "
             "new optimizer for each HeteroDataParallel"
         )
+
+
+def refuse_groups_beside(exchange: Exchange, group: Any, job: Job) -> None:
+    """Refuse to plan for a group of ranks where all of them work with ranks of other groups, as in tensor parallel.
+
+    Each group would plan for itself, and ranks that hold parts of one model would get different samples. All ranks of
+    the group raise, or none.
+    """
+    low, high = job.bounds
+    if (low == high).all() or exchange.world_size == dist.get_world_size():
+        return
+    if not all(exchange.gather_count(len(ranks_beside(group)))):
+        return
+    raise InvalidInputError(
+        f"the model's process group has {exchange.world_size} of {dist.get_world_size()} ranks, and each of them is in "
+        f"groups with ranks outside of it (rank {dist.get_rank()} with {ranks_beside(group)}), as in tensor, pipeline "
+        "or context parallel: groups that plan on their own would give those ranks different batches; give the loader "
+        "local_batches=, the same for every group"
+    )
+
+
+def ranks_beside(group: Any) -> list[int]:
+    """Return the ranks outside of this group that this rank shares another group with, other than that of all ranks."""
+    everybody, own = set(range(dist.get_world_size())), set(dist.get_process_group_ranks(group))
+    # torch has no public list of a rank's groups; a group that this rank is not in may be listed too.
+    known = [set(ranks) for ranks in dist.distributed_c10d._world.pg_group_ranks.values()]
+    beside = [ranks - own for ranks in known if dist.get_rank() in ranks and ranks != everybody]
+    return sorted(set().union(*beside))
 
 
 def give_loader(loader: Any, engine: object) -> None:
@@ -109,15 +138,31 @@ def restore_planner(
     if not isinstance(planner, Controller):
         planner.load_state_dict(state["planner"])
         return
+    stored = profiles or [None] * len(ranks)
     with plans.restoring("controller"):
+        departed = state.get("departed", {})
         origins = find_origins(
             state["planner"],
-            [DeviceId(**saved) for saved in state.get("devices", [])],  # older states have none
+            _devices_of(state),
             [device_id(rank) for rank in ranks],
-            profiles or [None] * len(ranks),
+            [departed.get(rank.device) if found is None else found for rank, found in zip(ranks, stored, strict=True)],
             saved_s=float(state.get("saved_s", 0.0)),
         )
     planner.load_state_dict(state["planner"], origins)
+
+
+def _devices_of(state: dict[str, Any]) -> list[DeviceId]:
+    return [DeviceId(**saved) for saved in state.get("devices", [])]  # older states have none
+
+
+def departed_devices(planner: Planner, state: dict[str, Any], ranks: Sequence[RankInfo]) -> dict[str, Profile]:
+    """Return what a saved state knows of devices that no rank has now, by name; nothing for planners of others."""
+    if not isinstance(planner, Controller):
+        return {}
+    with plans.restoring("controller"):
+        present, before = [device_id(rank) for rank in ranks], state.get("departed", {})
+        saved_s = float(state.get("saved_s", 0.0))
+        return find_departed(state["planner"], _devices_of(state), present, before, saved_s=saved_s)
 
 
 @dataclass(frozen=True, kw_only=True)

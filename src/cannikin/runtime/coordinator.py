@@ -18,7 +18,7 @@ import torch
 from cannikin.core.divergence import Divergence
 from cannikin.core.lr import Progress, Worth
 from cannikin.core.planner import Decision, Planner
-from cannikin.core.schedule import ANNOUNCE, GATHER, IN_FORCE, INSTALL, LEARN, Schedule
+from cannikin.core.schedule import ANNOUNCE, GATHER, IN_FORCE, INSTALL, LEARN, Schedule, takes_norms
 from cannikin.core.sum_loss import SumLoss
 from cannikin.core.values import NO_MAX, Job, Plan
 from cannikin.runtime.device import Device, HostCopy
@@ -75,6 +75,10 @@ class Unplanned:
     def plan_at(self, step: int) -> Plan | None:
         """Return None: there is no plan."""
         return None
+
+    def takes_norms(self, step: int) -> bool:
+        """Return whether gradient norms are taken in this step."""
+        return takes_norms(step)
 
     def gain_at(self, step: int, num_batches: int) -> float:
         """Return what a step is worth while the noise scale is not known."""
@@ -152,6 +156,10 @@ class Coordinator:
         """Return the plan in force at this step, which from now on counts as cut."""
         self._furthest = max(self._furthest, step)
         return self.schedule.plan_at(step)
+
+    def takes_norms(self, step: int) -> bool:
+        """Return whether gradient norms are taken in this step of the optimizer."""
+        return self.schedule.takes_norms(step)
 
     def gain_at(self, step: int, num_batches: int) -> float:
         """Return how many steps at the initial batch a step over so many batches is worth."""

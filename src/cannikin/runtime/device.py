@@ -7,11 +7,13 @@ are never compared.
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -82,10 +84,18 @@ class Device(Protocol):
         returns a mark of the end. None where the work itself is the mark, since it knows how long it took.
         """
 
-    def ends_s(self, start: Any, ready_s: list[float], ends: list[Any]) -> list[float]:
+    def ends_s(self, start: Any, ready_s: list[float], ends: list[Any], ahead: tuple[Any, Any] | None) -> list[float]:
         """Return when all-reduces that became ready at these times ended, both after `start`.
 
-        Called once an event that follows the last of them has passed.
+        Called once an event that follows the last of them has passed. `ahead` is another sum that the first of them had
+        to wait for: a mark of when it was ready, and its work.
+        """
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Return a context whose work follows that queued now, and comes before what is queued after it.
+
+        For continuations, which torch runs on any of 32 streams: each would keep memory of its own for what is computed
+        on it, with cuBLAS up to 32 MiB.
         """
 
     def hold(self, tensor: torch.Tensor) -> None:
@@ -138,8 +148,13 @@ class Cpu:
         _known_carrier(group, self.torch_device)
         return lambda work: time.perf_counter
 
-    def ends_s(self, start: float, ready_s: list[float], ends: list[float]) -> list[float]:
+    def ends_s(
+        self, start: float, ready_s: list[float], ends: list[float], ahead: tuple[Any, Any] | None
+    ) -> list[float]:
         return [end - start for end in ends]
+
+    def aside(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def hold(self, tensor: torch.Tensor) -> None:
         """Do nothing: work is done when the call returns."""
@@ -162,6 +177,7 @@ class Cuda:
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # for marks that wait for a copy
+        self._aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @property
     def name(self) -> str:
@@ -226,16 +242,28 @@ class Cuda:
 
         return end
 
-    def ends_s(self, start: Any, ready_s: list[float], ends: list[Any]) -> list[float]:
+    def ends_s(self, start: Any, ready_s: list[float], ends: list[Any], ahead: tuple[Any, Any] | None) -> list[float]:
         """See `Device`; NCCL begins with one sum when it is ready and the one before has ended."""
+        if not all(isinstance(end, dist.Work) for end in ends):
+            return [self.seconds(start, end) for end in ends]
+        free = -math.inf  # when NCCL was done with the sum before
+        if ahead is not None:
+            mark, work = ahead
+            free = _duration_s(work) - self.seconds(mark, start)
         found: list[float] = []
-        for ready, end in zip(ready_s, ends, strict=True):
-            if isinstance(end, dist.Work):
-                began = max(ready, found[-1]) if found else ready
-                found.append(began + float(end._get_duration()) / 1e3)  # type: ignore[attr-defined]
-            else:
-                found.append(self.seconds(start, end))
+        for ready, work in zip(ready_s, ends, strict=True):
+            free = max(ready, free) + _duration_s(work)
+            found.append(free)
         return found
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """See `Device`."""
+        current = self._stream()
+        self._aside.wait_stream(current)
+        with torch.cuda.stream(self._aside):
+            yield
+        current.wait_stream(self._aside)
 
     def hold(self, tensor: torch.Tensor) -> None:
         """See `Device`; torch may run a continuation on a stream of its own."""
@@ -244,6 +272,11 @@ class Cuda:
     def copy(self, scalars: list[torch.Tensor]) -> HostCopy:
         """See `Device`; in two kernels for all of them."""
         return _FromCuda(scalars) if scalars and scalars[0].is_cuda else _OnHost(scalars)
+
+
+def _duration_s(work: Any) -> float:
+    """Return what NCCL's own events say."""
+    return float(work._get_duration()) / 1e3
 
 
 class _FromCuda:

@@ -7,6 +7,7 @@ epochs and no order to store. All they need is how many samples are this rank's 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 from cannikin.core.cutting import Bookmark, least_local
@@ -76,7 +77,7 @@ class Draws:
         self._feed.between_steps(is_over=False)
         step = cutter.cut(cutter.position, cutter.look())
         assert step is not None, "there is no end"
-        self._feed.hand_out(step.entry)
+        self._feed.hand_out(replace(step.entry, place=self._bookmark.place))
         self._bookmark.advance(step.position)
         self._start = step.start
         return Draw(step.entry.local_batch, step.entry.total_batch)
@@ -100,8 +101,8 @@ class Draws:
         return self._start
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how many samples have been drawn, in plain numbers, the same on every rank."""
-        return self._bookmark.state_dict()
+        """Return how many samples have been drawn and trained on, in plain numbers, the same on every rank."""
+        return self._bookmark.state_dict(self._feed.place)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned, before the first draw and on any number of ranks."""

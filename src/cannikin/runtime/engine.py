@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cannikin.core.advice import LearnedCluster
 from cannikin.core.cutting import whole_number
+from cannikin.core.layer_split import require_scipy
 from cannikin.core.lr import rule_name
 from cannikin.core.policies.cannikin import Controller
 from cannikin.core.profiles import Profile
@@ -30,76 +31,89 @@ from cannikin.runtime.binding import (
     check_agreement,
     check_owner,
     data_sheets,
+    departed_devices,
     device_id,
     give_loader,
     make_planner,
     policy_name,
     read_engine_state,
+    refuse_groups_beside,
     restore_planner,
 )
 from cannikin.runtime.coordinator import Coordinator, Unplanned
-from cannikin.runtime.device import find_device
+from cannikin.runtime.device import Device, find_device
 from cannikin.runtime.drawing import Draws
 from cannikin.runtime.follow import Follower, leader_of
-from cannikin.runtime.hook import DdpReducer
+from cannikin.runtime.hook import DdpReducer, Reducer
 from cannikin.runtime.loop import Loop
 from cannikin.runtime.memory import MemoryGauge, later_bytes
 from cannikin.runtime.notice import Notices
 from cannikin.runtime.options import DrawOptions, OneOrMore, Options, check_model, check_names
 from cannikin.runtime.profile_store import ProfileStore, introduce, model_key, share_profiles
 from cannikin.runtime.recorder import Recorder, check_metrics, end_run
+from cannikin.runtime.sharded import FsdpReducer
 from cannikin.runtime.step import BatchEntry, BatchSource
 from cannikin.runtime.update import Update, choose_rules
-from cannikin.runtime.weighting import RunningStatistics, choose_weighting, has_batch_norm, refuse_sparse
+from cannikin.runtime.weighting import (
+    RunningStatistics,
+    choose_weighting,
+    has_batch_norm,
+    is_training,
+    network,
+    refuse_sparse,
+)
 from cannikin.runtime.wire import Exchange, pause_at_exit, when_gone
 
 
 class Engine:
-    """The adaptive side of one DDP module; made by `attach`, kept as `model.engine`.
+    """The adaptive side of one module; made by `attach`, kept as `model.engine`.
 
     Args:
-        ddp: the module, before its first training step and without a communication hook of its own.
+        module: under DDP or `fully_shard`, before its first training step and without collectives of its own.
         optimizer: the one that steps its parameters, or several that step together.
         **options: see `Options`.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, optimizer: OneOrMore, **options: Unpack[Options]) -> None:
+    def __init__(self, module: torch.nn.Module, optimizer: OneOrMore, **options: Unpack[Options]) -> None:
         check_names("attach", Options.__annotations__, None, options)
-        net = ddp.module
+        net = network(module)
         optimizers = check_model(net, optimizer, options.get("policy"))
         refuse_sparse(net)
+        # Options are refused before ranks make a group: in its midst, one rank's error becomes gloo's on the others.
+        self.batch_dim = whole_number("batch_dim", options.get("batch_dim", 0), low=0)
+        leader = None if options.get("follows") is None else leader_of(options["follows"], options)
         policy, scaler, profiles = options.get("policy"), options.get("grad_scaler"), options.get("profiles")
         scaler = scaler if scaler is not None and scaler.is_enabled() else None  # GradScaler(enabled=use_amp)
         self.policy = os.environ.get("CANNIKIN_POLICY", "cannikin") if policy is None else policy
-        self.weighting, self.weighting_reason = choose_weighting(options.get("weighting", "auto"), net)
+        self.weighting, self.weighting_reason = choose_weighting(options.get("weighting", "auto"), module)
         rules, self.lr_reason = choose_rules(
             options.get("lr_rule", "auto"), optimizers, options.get("warmup_steps", 0.0)
         )
         self.lr_rule = " and ".join(rule_name(rule) for rule in rules)
         self.has_batch_norm = has_batch_norm(net)
-        self._ddp = ddp
+        self._module = module
         self._source: BatchSource | None = None  # the loader
         self._restored: dict[str, Any] | None = None  # a state loaded before there was a planner to take it
         self._ranks: list[RankInfo] = []  # who they are, once a loader is bound
         self._profiles: list[Profile | None] | None = None  # stored ones of their devices
+        self._departed: dict[str, Profile] = {}  # of devices that this run has had and that no rank has now, by name
         self.device = find_device(next(net.parameters()).device)
         self._update = Update(optimizers, rules, self.device, net.parameters())
-        wrapper = options.get("comm_wrapper")
-        self._reducer = DdpReducer(ddp, self.device, comm_wrapper=wrapper, variance_of=self._update.variance)
+        self._reducer = _make_reducer(module, self.device, self._update, options.get("comm_wrapper"))
         self._exchange = Exchange(self._reducer.group)
         self._recorder = Recorder(options.get("observers", ()), options.get("run_dir"), active=self._exchange.rank == 0)
-        self._profile_key = model_key(net, scaled=scaler is not None)
+        self._profile_key = model_key(net, scaled=scaler is not None, sharded=net is module)
         self._store = ProfileStore(profiles, self._profile_key) if profiles is not None and self.rank == 0 else None
         self._grad_scaler = scaler
-        self._follows = "follows" in options and options["follows"] is not None
-        make_loop = partial(Follower, leader_of(options["follows"], options)) if self._follows else Loop
+        self._follows = leader is not None
+        make_loop = Loop if leader is None else partial(Follower, leader)
         self.loop: Loop = make_loop(
             device=self.device,
             memory=MemoryGauge(self.device.memory, later_bytes=later_bytes(net)),
             exchange=self._exchange,
             reducer=self._reducer,
             update=self._update,
-            statistics=RunningStatistics(ddp, self._reducer.group, self._reducer.sum_weighted),
+            statistics=RunningStatistics(module, self._reducer.group, self._reducer.sum_weighted),
             recorder=self._recorder,
             weighting=self.weighting,
             grad_scaler=scaler,
@@ -110,9 +124,9 @@ class Engine:
                 may_differ=self.policy != "even",
                 seeks_models=not self._follows,
             ),
-            batch_dim=whole_number("batch_dim", options.get("batch_dim", 0), low=0),
+            batch_dim=self.batch_dim,
         )
-        self.loop.register(ddp)
+        self.loop.register(module)
         self._look_out()
         when_gone(self, end_run, self._recorder, self.loop.queue, self.loop.memory, self.rank)
         pause_at_exit()
@@ -144,7 +158,7 @@ class Engine:
     @property
     def is_training(self) -> bool:
         """Whether the module is in training mode, so that its next forward is a step's."""
-        return self._ddp.training
+        return is_training(self._module)
 
     def refuse(self, error: Exception) -> None:
         """Tell the other ranks, which wait in `bind`, that this one cannot build its loader."""
@@ -167,12 +181,14 @@ class Engine:
         policy = policy_name(self.policy)
         choices = {"policy": policy, "weighting": self.weighting, "lr_rule": self.lr_rule, "lag": self.device.lag}
         check_agreement(self._exchange, job, **settings, **choices)
+        refuse_groups_beside(self._exchange, self._reducer.group, job)
         ranks = self._ranks = introduce(self._exchange, self.device)
         self._profiles = share_profiles(self._exchange, self._store, ranks)
-        sheets = data_sheets(ranks, self._ddp.module)
+        sheets = data_sheets(ranks, network(self._module))
         state, batch_norm = self._restored, self.has_batch_norm
         planner = make_planner(self.policy, job, batch_norm, state, ranks, sheets, self._profiles)
         if state is not None:
+            self._departed = departed_devices(planner, state, ranks)
             self._update.restore(self._update.progress.times(batch_ratio(state, job)))
         coordinator = Coordinator(self._exchange, self.device, job, planner, prefetch_depth=source.prefetch_depth)
         coordinator.agree()
@@ -184,7 +200,7 @@ class Engine:
             self._store.ranks, self.loop.store = ranks, self._store
             self._store.check(planner, policy)
         first = coordinator.schedule.decision
-        self._recorder.begin(job, policy, self._ddp.module, ranks, first, profile_key=self._profile_key)
+        self._recorder.begin(job, policy, network(self._module), ranks, first, profile_key=self._profile_key)
         return self.loop
 
     @property
@@ -194,8 +210,14 @@ class Engine:
 
     def parts(self) -> dict[str, Any]:
         """Return all that has a state of its own, by name, as a snapshot holds it."""
+        if network(self._module) is self._module:
+            raise InvalidInputError(
+                "a Snapshot is rank 0's, which has only its shards of a module under fully_shard: save the module and "
+                "the optimizer by torch.distributed.checkpoint, and engine.state_dict() and loader.state_dict() beside "
+                "them (docs/integrations/fsdp.md)"
+            )
         optimizers = [rates.optimizer for rates in self._update.rates]
-        found = {"model": self._ddp.module, "optimizer": optimizers, "grad_scaler": self._grad_scaler}
+        found = {"model": network(self._module), "optimizer": optimizers, "grad_scaler": self._grad_scaler}
         return {**{k: v for k, v in found.items() if v is not None}, "engine": self, "loader": self._source}
 
     # Batches of the user's own.
@@ -240,7 +262,7 @@ class Engine:
 
     def micro_batches(self, batch: Any, num_parts: int | None = None) -> Iterator[Any]:
         """See `HeteroDataParallel.micro_batches`."""
-        return self.loop.micro_batches(self._ddp, batch, num_parts)
+        return self.loop.micro_batches(self._module, batch, num_parts)
 
     @property
     def max_local_batch(self) -> int:
@@ -277,6 +299,7 @@ class Engine:
             "pass_steps": None if self.job is None else self.job.pass_steps,
             "saved_s": time.time(),
             "devices": [asdict(device_id(rank)) for rank in self._ranks],
+            "departed": self._departed,
             "planner": planner,
         }
 
@@ -287,7 +310,9 @@ class Engine:
         saved = read_engine_state(state)
         progress, coordinator = saved.progress, self.loop.coordinator
         if state["planner"] is not None and isinstance(coordinator, Coordinator):
+            departed = departed_devices(coordinator.planner, state, self._ranks)
             restore_planner(coordinator.planner, state, self._ranks, self._profiles)
+            self._departed = departed
             progress = progress.times(batch_ratio(state, coordinator.schedule.job))
             coordinator.begin_again()
         # Nothing has been changed before: a state that is refused leaves all as it was.
@@ -382,7 +407,7 @@ class Engine:
                 "global_mean() and all_gather() inside micro_batches(): ranks may have different numbers of parts, and "
                 "would wait for each other; call them on the whole batch"
             )
-        trains = self._ddp.training and self.loop.step is not None
+        trains = self.is_training and self.loop.step is not None
         share = self.current_share if trains else 1.0
         weight = 1 / self.world_size if self.weighting == "none" and share else share
         return Together(self._reducer.group, weight)
@@ -429,3 +454,16 @@ class Engine:
         """Say in a note of the error what to do, where a training step ran out of memory or lost a rank."""
         self.loop.memory.explain(error, self.rank)
         self._exchange.lookout.note_missing(error)
+
+
+def _make_reducer(module: torch.nn.Module, device: Device, update: Update, comm_wrapper: Any) -> Reducer:
+    """Return what reduces this module's gradients."""
+    if isinstance(module, DistributedDataParallel):
+        return DdpReducer(module, device, comm_wrapper=comm_wrapper, variance_of=update.variance)
+    if comm_wrapper is not None:
+        raise InvalidInputError(
+            "comm_wrapper= is for DDP's buckets: under fully_shard, MixedPrecisionPolicy(reduce_dtype=torch.bfloat16) "
+            "compresses what is reduced"
+        )
+    require_scipy()  # which solves for the best split of layers
+    return FsdpReducer(module, device, variance_of=update.variance)

@@ -1,7 +1,7 @@
 """What reduces gradients: DDP with our communication hook, which measures, weights, sums over ranks, measures again.
 
-(Paper, sections 4.3 and 4.4.) The training loop, the planner and the loader know only `Reducer`, so another way to
-reduce gradients, such as FSDP2's, is another class beside `DdpReducer`.
+(Paper, sections 4.3 and 4.4.) The training loop, the planner and the loader know only `Reducer`. `sharded` has the
+other one, for modules under `fully_shard`.
 
 No `from __future__ import annotations` here: DDP compares the hook's annotations with the types themselves.
 """
@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cannikin.errors import InvalidInputError
 from cannikin.runtime.device import Device, carrier
+from cannikin.runtime.passage import Passage
 from cannikin.runtime.step import StepInProgress
 from cannikin.runtime.update import Variance
 
@@ -38,12 +39,21 @@ class Reducer(Protocol):
     step: StepInProgress | None  # gradients from now on are this step's
     unmatched: bool  # the last gradients were of a forward that no batch belongs to
     bucket_bytes: list[int]  # what the last step's reductions carried
+    name_missing: Callable[[RuntimeError], None]  # raises a better error where it can
+    keeps_piles: bool  # gradients that pile up are out of the optimizer's sight, and of zero_grad's
+    runs_together: bool  # forward has collectives: every rank must run as many, whatever its memory
 
     def syncs(self, module: Any) -> bool:
         """Return whether the module's next backward reduces, rather than piling gradients up (`no_sync`)."""
 
     def no_sync(self, module: Any) -> AbstractContextManager[None]:
         """Return a context in which the module's gradients pile up instead of being reduced."""
+
+    def new_passage(self) -> Passage | None:
+        """Return what the next step notes its layers in, where ranks wait for each other at every one of them."""
+
+    def sum_weighted(self, buffer: torch.Tensor, weight: float) -> dist.Work:
+        """Begin to sum a buffer times this rank's weight over the ranks of the group."""
 
     def compare_with_previous(self) -> None:
         """Also take the product with the gradient of the step before: all that one rank alone can learn noise from."""
@@ -67,6 +77,8 @@ class DdpReducer:
         variance_of: for norms of the preconditioned gradient, the variance of these parameters' gradients.
     """
 
+    keeps_piles = runs_together = False
+
     def __init__(
         self,
         ddp: DistributedDataParallel,
@@ -83,7 +95,7 @@ class DdpReducer:
         self.name_missing: Callable[[RuntimeError], None] = lambda error: None  # raises a better error where it can
         self._world_size = dist.get_world_size(self.group)
         self._mark, self._end_of = device.mark, device.end_marker(self.group)
-        self._hold = device.hold
+        self._hold, self._aside = device.hold, device.aside
         self._variance_of = variance_of
         self._previous: dict[int, torch.Tensor] | None = None  # the last step's buckets, where one rank is alone
         self._rank = dist.get_rank(self.group)
@@ -92,6 +104,11 @@ class DdpReducer:
         self._register(ddp, comm_wrapper)
 
     def _register(self, ddp: Any, comm_wrapper: Any) -> None:
+        if getattr(ddp, "_use_python_reducer", False):
+            raise InvalidInputError(
+                'torch._dynamo.config.optimize_ddp = "python_reducer" reduces gradient by gradient in compiled code, '
+                "where they cannot be weighted: leave optimize_ddp as it is, or set it to True, before DDP is made"
+            )
         hook = DdpReducer._reduce if comm_wrapper is None else comm_wrapper(DdpReducer._reduce)
 
         def cannikin_hook(state, bucket):  # type: ignore[no-untyped-def]
@@ -113,6 +130,9 @@ class DdpReducer:
         context: AbstractContextManager[None] = module.no_sync()
         return context
 
+    def new_passage(self) -> None:
+        return None
+
     def compare_with_previous(self) -> None:
         self._previous = {}
 
@@ -124,7 +144,7 @@ class DdpReducer:
         """Sum the buckets of all ranks, each multiplied by its rank's weight; note the times and the squared norms."""
         step = self.step
         index, buffer, is_last = bucket.index(), bucket.buffer(), bucket.is_last()
-        self.unmatched = step is None or step.has_bucket(index)
+        self.unmatched = step is None or step.is_stale or step.has_bucket(index)
         if step is None or self.unmatched:  # a backward that no batch of ours belongs to: plain DDP
             return self._mean(buffer)
         del self.bucket_bytes[index:]  # buckets come in order; DDP makes others after the first steps
@@ -143,7 +163,7 @@ class DdpReducer:
             buffer.zero_()  # not multiplied by 0: 0 x NaN is NaN
             weight = 1.0
         elif take_norms and not step.uneven_items:
-            step.noted["local_sqnorm", index] = _dot(buffer, buffer, variance)
+            step.noted["local_sqnorm", index] = dot(buffer, buffer, variance)
         try:
             work = self.sum_weighted(buffer, weight)
         except RuntimeError as error:
@@ -162,19 +182,19 @@ class DdpReducer:
             except RuntimeError as error:
                 self.name_missing(error)
                 raise
-            if not reads_sum:
-                return result
-            if take_norms:
-                if variance is not None:
-                    self._hold(variance.of_elements)
-                # A place for each bucket, no running sum: gloo ends two all-reduces at once, on two threads.
-                step.noted["global_sqnorm", index] = _dot(result, result, variance)
-                if self._previous is not None:
-                    dot = _compare(self._previous, index, result, variance)
-                    if dot is not None:
-                        step.noted["previous_dot", index] = dot
-            elif is_last and step.loss_scale is None:  # a GradScaler notices by itself what is not finite
-                step.sample = _sample(result)
+            if reads_sum and take_norms:
+                with self._aside():
+                    if variance is not None:
+                        self._hold(variance.of_elements)
+                    # A place for each bucket, no running sum: gloo ends two all-reduces at once, on two threads.
+                    step.noted["global_sqnorm", index] = dot(result, result, variance)
+                    if self._previous is not None:
+                        product = compare(self._previous, index, result, variance)
+                        if product is not None:
+                            step.noted["previous_dot", index] = product
+            elif reads_sum and is_last and step.loss_scale is None:  # a GradScaler notices what is not finite
+                with self._aside():
+                    step.sample = sample_of(result)
             return result
 
         result: Future = work.get_future().then(finish)
@@ -213,7 +233,7 @@ class DdpReducer:
         return result
 
 
-def _dot(left: torch.Tensor, right: torch.Tensor, variance: Variance | None) -> torch.Tensor:
+def dot(left: torch.Tensor, right: torch.Tensor, variance: Variance | None) -> torch.Tensor:
     """Return sum(left * right / variance), in float32 at least."""
     if left.dtype in _HALVES:
         left, right = left.float(), right.float()
@@ -222,7 +242,7 @@ def _dot(left: torch.Tensor, right: torch.Tensor, variance: Variance | None) -> 
     return torch.dot(left / variance.of_elements.to(left.dtype), right) * variance.common
 
 
-def _sample(gradient: torch.Tensor) -> torch.Tensor:
+def sample_of(gradient: torch.Tensor) -> torch.Tensor:
     """Return a sum over 64 stretches of it: not finite where one of them is not, and as good as free.
 
     Of the last bucket, which has the first layers: what is not finite anywhere in backward comes down to them.
@@ -233,7 +253,7 @@ def _sample(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.sum(dtype=torch.float32 if gradient.dtype in _HALVES else None)
 
 
-def _compare(
+def compare(
     previous: dict[int, torch.Tensor], index: int, bucket: torch.Tensor, variance: Variance | None
 ) -> torch.Tensor | None:
     """Return g . g' with the bucket of the step before, which this one takes the place of."""
@@ -241,6 +261,6 @@ def _compare(
     if before is None or before.shape != bucket.shape or before.dtype != bucket.dtype:  # DDP has rebuilt its buckets
         previous[index] = bucket.clone()
         return None
-    dot = _dot(before, bucket, variance)
+    product = dot(before, bucket, variance)
     before.copy_(bucket)
-    return dot
+    return product

@@ -1,7 +1,4 @@
-"""Loaders that give each rank as many samples of each step as the plan in force says.
-
-`HeteroDataLoader` is torch's DataLoader with such batches; `HeteroBatchSampler` is for a DataLoader of one's own.
-"""
+"""`HeteroDataLoader`: a DataLoader that gives each rank as many samples of each step as the plan in force says."""
 
 from __future__ import annotations
 
@@ -9,9 +6,9 @@ import math
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any, Self, Unpack
 
 import torch
 from torch.utils.data import (
@@ -29,10 +26,11 @@ from cannikin.errors import InvalidInputError
 from cannikin.runtime.ending import PatientWorker
 from cannikin.runtime.engine import Engine
 from cannikin.runtime.loop import Loop
-from cannikin.runtime.options import DataLoaderOptions, LoaderOptions, check_names
-from cannikin.runtime.passes import CutStep, IndexSource, Passes, Source, engine_of, job_of, refusing
+from cannikin.runtime.options import DataLoaderOptions, LoaderOptions, check_names, engine_of
+from cannikin.runtime.passes import CutStep, IndexSource, OverPasses, Passes, Source, job_of, refusing
 from cannikin.runtime.step import BatchEntry
 from cannikin.runtime.streams import CommonStream, OwnStream, list_fingerprint
+from cannikin.runtime.taken_apart import keywords_of
 
 ADVICE = {
     "batch_sampler": "the plan decides how many samples each rank gets; to keep a DataLoader of your own, give it a "
@@ -57,39 +55,7 @@ READ: dict[str, Any] = {
 NO_LENGTH = "an iterable dataset, or a sampler, without a length gives a loader without one"
 
 
-class _OverPasses:
-    """What a loader and a sampler say of the passes that they make over the data."""
-
-    _bookmark: Bookmark
-    _passes: Passes
-
-    def __len__(self) -> int:
-        """Steps of this pass, or between passes of the next, under the current plan; a resumed pass is shorter."""
-        return len(self._passes)
-
-    @property
-    def epoch(self) -> int:
-        """The epoch underway; between passes the one that the next `iter()` begins."""
-        return self._bookmark.epoch
-
-    def set_epoch(self, epoch: int) -> None:
-        """Make `epoch` the one that the next `iter()` begins; a loaded position in that epoch is kept."""
-        self._bookmark.set_epoch(epoch)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return where in the data training is, in plain numbers, the same on every rank.
-
-        A loader counts batches yielded, a sampler batches cut. After a loop was broken off, it still says where: a run
-        resumed from it goes on with that epoch. At an epoch's last batch it is at the beginning of the next epoch.
-        """
-        return self._bookmark.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned, on any number of ranks: the next `iter()` begins at the next sample."""
-        self._bookmark.load_state_dict(state)
-
-
-class HeteroDataLoader(_OverPasses):
+class HeteroDataLoader(OverPasses):
     """A DataLoader whose batches have the size that the plan gives this rank; an epoch gives every sample once.
 
         model = cannikin.HeteroDataParallel(net, optimizer)
@@ -99,8 +65,9 @@ class HeteroDataLoader(_OverPasses):
 
     Every rank takes the same number of steps. A short last batch is split over the ranks in proportion to the plan; a
     rank left without samples gets two samples of the dataset that count for nothing (`is_padding`). With BatchNorm,
-    which cannot normalise one sample, the last two steps share theirs where one would be left. Each `iter()`
-    begins the next epoch unless `set_epoch()` or a loaded state says otherwise; a loop broken off abandons its epoch.
+    which cannot normalise one sample, the last two steps share theirs where one would be left. `is_last` is whether a
+    pass of known length ends with this batch. Each `iter()` begins the next epoch unless `set_epoch()` or a loaded
+    state says otherwise; a loop broken off abandons its epoch.
     With workers a new plan takes effect once the batches already asked for, `prefetch_depth`, are used up.
 
     Iterable datasets: either every rank reads *the same stream in the same order*, of which each keeps its slice, and
@@ -137,7 +104,7 @@ class HeteroDataLoader(_OverPasses):
                 raise InvalidInputError(f"item_count={self.item_count!r} must be a callable that takes a batch")
             self.dataset = dataset
             self.batch_size = whole_number("batch_size", batch_size, low=1)
-            self.is_padding = False
+            self.is_padding, self.is_last = False, False
             self.sharded = _is_own(dataset, self._options)
             self._order = _order(dataset, options)
             self._num_samples = None if self.sharded else _length(dataset, self._order)
@@ -151,9 +118,46 @@ class HeteroDataLoader(_OverPasses):
             given = {name: value for name, value in options.items() if name in READ and value is not None}
             self._read = {**READ, "prefetch_factor": 2 if options.get("num_workers") else None, **given}
         self._feed: Loop | None = None
+        self._this_pass: object = None  # the one underway
         self._reader: DataLoader[Any] | None = None  # of a stream
         if engine is not None:
             self.bind(engine)
+
+    @classmethod
+    def like(
+        cls,
+        loader: object,
+        *,
+        model: object = None,
+        batch_size: int | None = None,
+        **options: Unpack[DataLoaderOptions],
+    ) -> Self:
+        """Return a loader that stands in the place of a torch DataLoader: same data, order, workers and collation.
+
+            loader = cannikin.HeteroDataLoader.like(DataLoader(data, batch_size=32, shuffle=True), model=model)
+
+        Of a DistributedSampler only whether and how it shuffles counts; any other sampler gives the order over all
+        ranks. The order of `shuffle=True` is that of `seed`, or of the seed of the loader's `generator`.
+
+        Or of an iterator over batches, such as an endless generator that has its loader inside: each rank's batches are
+        cut into samples and joined in the plan's sizes (`sharded`).
+
+        Args:
+            loader: a torch DataLoader, as it is for one process or for one rank of plain DDP, or an iterator over this
+                rank's batches.
+            model: as of `HeteroDataLoader`; it may be given later, too.
+            batch_size: the *total* batch over all ranks at the start; None is the sum of `local_batches`, or else the
+                loader's times the number of ranks.
+            **options: take the place of what the loader says.
+
+        Raises:
+            InvalidInputError: the loader has something that cannot be kept, such as a batch sampler of its own.
+        """
+        engine = None if model is None else engine_of(model)
+        with refusing(engine):
+            num_ranks, batch_dim = (None, 0) if engine is None else (engine.world_size, engine.batch_dim)
+            found = keywords_of(loader, options, num_ranks=num_ranks, batch_size=batch_size, batch_dim=batch_dim)
+        return cls(model=model, **found)
 
     def bind(self, model: object) -> None:
         """Give a loader that was built without `model` the one that trains on it, on every rank.
@@ -202,7 +206,7 @@ class HeteroDataLoader(_OverPasses):
             warnings.warn(
                 "the dataset's samples differ between ranks: index 7, say, must be the same sample on every rank, of "
                 "which the plan gives each its own; take out a split by rank and sort what is listed from folders, or "
-                "some samples are never trained on. Random data of each rank's own is no harm",
+                "some samples are never trained on. Where each rank makes random data of its own, this does no harm",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -215,10 +219,17 @@ class HeteroDataLoader(_OverPasses):
         return num_steps(self._num_samples, self.batch_size, drop_last=self.drop_last)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where in the data training is, and what a sampler says of itself; the same on every rank."""
-        state = super().state_dict()
+        """Return where in the data training is, and what a sampler says of itself; the same on every rank.
+
+        It counts the batches that training forwards have taken: a loop that looks ahead loses none of those that wait.
+        After a loop was broken off, it still says where: a run resumed from it goes on with that epoch. Once the last
+        batch of an epoch is taken, it is at the beginning of the next epoch.
+        """
+        place = None if self._feed is None else self._feed.place
+        state = self._bookmark.state_dict(place)
         if hasattr(self._order, "state_dict"):
-            begun = self._source.begun if state["position"] and isinstance(self._source, CommonStream) else None
+            is_inside = not self._bookmark.is_set and (place is not None or state["position"])
+            begun = self._source.begun if is_inside and isinstance(self._source, CommonStream) else None
             state["sampler"] = self._order.state_dict() if begun is None else begun
         return state
 
@@ -258,11 +269,39 @@ class HeteroDataLoader(_OverPasses):
         self._check_free()
         return self._pass()
 
+    def finish(self) -> None:
+        """End the pass underway, if there is one, on every rank: the loop will not ask for more.
+
+        For frameworks that count batches and never ask for the end, after the epoch's last step and before they
+        evaluate or save. A pass all of whose batches were yielded is complete, any other is broken off. BatchNorm's
+        statistics are the same on all ranks from then on, whatever loop it was.
+        """
+        feed = self._bound()
+        if self._this_pass is None:
+            feed.settle_statistics()  # a loop that looked ahead has ended it before its last step
+            return
+        is_over = self._bookmark.is_at_end
+        feed.between_steps(is_over=is_over)
+        self._end_pass(is_complete=is_over)
+
+    def _end_pass(self, *, is_complete: bool) -> None:
+        feed, self._this_pass = self._bound(), None
+        try:
+            if is_complete:
+                self._bookmark.finish()
+                feed.complete_epoch()
+        finally:
+            self._bookmark.end()
+            feed.end_epoch()
+
     def _check_free(self) -> None:
-        if self._bookmark.underway:
+        """End a pass whose end nobody has asked for; refuse to begin another inside of one."""
+        if self._this_pass is not None and self._bookmark.is_at_end:
+            self.finish()
+        if self._this_pass is not None:
             raise InvalidInputError(
                 f"this loader is already in a pass over epoch {self.epoch}, and ranks take steps together: finish "
-                "that loop, break it off or close() its iterator first"
+                "that loop, break it off or call finish() of the loader first"
             )
 
     def _pass(self) -> Iterator[Any]:
@@ -271,6 +310,7 @@ class HeteroDataLoader(_OverPasses):
             self._told_epoch = self._told.epoch
             self.set_epoch(self._told_epoch)
         feed, notes = self._bound(), self._cuts.start()
+        this_pass = self._this_pass = object()
         self._bookmark.turn()
         feed.begin_epoch(self._bookmark.next.epoch, self._bookmark.next.position)
         try:
@@ -278,29 +318,36 @@ class HeteroDataLoader(_OverPasses):
             start_s += feed.between_steps(is_over=False)
             while True:
                 try:
-                    batch = next(batches)
+                    batch, load_s = next(batches), time.perf_counter() - start_s
+                    step = notes.popleft()
+                    entry = self._weighed(step.entry, batch)
                 except StopIteration:
                     if self._source.tagged:
                         feed.end_stream()
                     break
                 except Exception:
-                    if self._source.tagged or self.sharded:
+                    if self._source.tagged or self.sharded or self.item_count is not None:  # others wait for a sum
                         feed.give_up()
                     raise
-                step = notes.popleft()
-                entry = replace(step.entry, load_s=time.perf_counter() - start_s, loaded_alone=not self.prefetch_depth)
-                if not feed.hand_out(self._weighed(entry, batch), batch):
+                entry = replace(
+                    entry,
+                    place=self._bookmark.place,
+                    load_s=load_s,
+                    loaded_alone=not self.prefetch_depth,
+                )
+                if not feed.hand_out(entry, batch):
                     break
-                self._bookmark.advance(step.position, step.shards, is_last=self._passes.is_last(step))
-                self.is_padding = step.entry.is_padding
+                self.is_padding, self.is_last = step.entry.is_padding, self._passes.is_last(step)
+                self._bookmark.advance(step.position, step.shards, is_last=self.is_last)
                 yield batch
+                if self._this_pass is not this_pass:  # finish() has ended it
+                    return
                 feed.between_steps(is_over=None if self._num_samples is None else self._bookmark.is_at_end)
                 start_s = time.perf_counter()
-            self._bookmark.finish()
-            feed.complete_epoch()
+            self._end_pass(is_complete=True)
         finally:
-            self._bookmark.end()
-            feed.end_epoch()
+            if self._this_pass is this_pass:
+                self._end_pass(is_complete=False)
 
     def _weighed(self, entry: BatchEntry, batch: Any) -> BatchEntry:
         if self.item_count is None:
@@ -320,83 +367,6 @@ class HeteroDataLoader(_OverPasses):
     def prefetch_depth(self) -> int:
         """Batches whose indices are cut before the batch in training was yielded: num_workers * prefetch_factor."""
         return self._loader.num_workers * (self._loader.prefetch_factor or 0)
-
-
-class HeteroBatchSampler(_OverPasses, Sampler[list[int]]):
-    """This rank's indices of each step, for a DataLoader of your own: `DataLoader(data, batch_sampler=...)`.
-
-        engine = cannikin.attach(ddp, optimizer)
-        sampler = cannikin.HeteroBatchSampler(data, model=engine, batch_size=64, prefetch_depth=4)
-        loader = DataLoader(data, batch_sampler=sampler, num_workers=2)
-
-    It tells the engine of a batch when it cuts the batch's indices, as it cannot see the batch come out of the
-    DataLoader: training must take the batches in order and leave none out. For the same reason `state_dict()` counts
-    batches that are cut, up to `prefetch_depth` more than were trained on: save between epochs, or with a DataLoader
-    that keeps the sampler's state of each batch (torchdata's StatefulDataLoader), or use `HeteroDataLoader`, whose
-    state counts what it yielded. Each `iter()` is a new pass, over the next epoch, and ends an older one.
-
-    Args:
-        data: the dataset, or its length.
-        model: a HeteroDataParallel or the engine `attach` returned.
-        batch_size: the *total* batch over all ranks at the start.
-        prefetch_depth: the DataLoader's num_workers * prefetch_factor; a new plan waits for this many batches.
-        **options: see `LoaderOptions`.
-    """
-
-    item_count: Callable[[Any], float] | None = None
-
-    def __init__(
-        self,
-        data: Sized | int,
-        *,
-        model: object,
-        batch_size: int,
-        prefetch_depth: int = 0,
-        **options: Unpack[LoaderOptions],
-    ) -> None:
-        engine = engine_of(model)
-        with refusing(engine):
-            own = ("model", "batch_size", "prefetch_depth", *LoaderOptions.__annotations__)
-            check_names("HeteroBatchSampler", own, None, options)
-            num_samples = whole_number("length of data", data if isinstance(data, int) else len(data), low=0)
-            job = job_of(engine, num_samples, batch_size, options)
-            self.prefetch_depth = whole_number("prefetch_depth", prefetch_depth, low=0)
-            seed, drop_last = options.get("seed", 0), options.get("drop_last", False)
-            shuffle = options.get("shuffle")
-            shuffle = shuffle is None or bool(shuffle)
-            self._bookmark = Bookmark(num_samples=num_samples, seed=seed, shuffle=shuffle)
-            source = IndexSource(num_samples, seed=seed, shuffle=shuffle)
-            self._passes = Passes(engine, source, bookmark=self._bookmark, num_samples=num_samples, drop_last=drop_last)
-            self._pass: object = None
-        self._feed = self._passes.bind(self, job)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        if self._pass is not None:
-            self._feed.end_epoch()
-        this_pass = self._pass = object()
-        self._bookmark.turn()
-        place = self._bookmark.next
-        self._feed.begin_epoch(place.epoch, place.position)
-        self._feed.between_steps(is_over=False)
-        try:
-            for step, indices in self._passes.steps():
-                self._feed.hand_out(step.entry)
-                self._bookmark.advance(step.position, is_last=self._passes.is_last(step))
-                yield indices
-                if self._pass is not this_pass:
-                    raise InvalidInputError("this pass was ended by a later iter() over the sampler: use that one")
-                self._feed.between_steps(is_over=self._bookmark.is_at_end)
-            self._bookmark.finish()
-        finally:
-            if self._pass is this_pass:
-                self._pass = None
-                self._bookmark.end()
-                self._feed.end_epoch()
-
-    @property
-    def sampler(self) -> HeteroBatchSampler:
-        """Itself: frameworks look for `set_epoch` on `batch_sampler.sampler`."""
-        return self
 
 
 class Order(Sampler[Any]):

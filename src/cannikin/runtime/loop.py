@@ -23,8 +23,8 @@ from typing import Any, Protocol
 
 import torch
 
+from cannikin.core.cutting import EpochState
 from cannikin.core.lr import Worth
-from cannikin.core.schedule import takes_norms
 from cannikin.core.values import NO_MAX, Plan
 from cannikin.errors import BatchMatchError, InvalidInputError
 from cannikin.runtime.coordinator import Coordinator, Happened, Unplanned
@@ -33,6 +33,7 @@ from cannikin.runtime.hook import Reducer
 from cannikin.runtime.memory import MemoryGauge
 from cannikin.runtime.notice import Notices
 from cannikin.runtime.parts import PartedForward, can_cut, not_compiled, not_compiled_itself, watch_forward
+from cannikin.runtime.passage import at_end_of_backward
 from cannikin.runtime.profile_store import ProfileStore
 from cannikin.runtime.recorder import Recorder
 from cannikin.runtime.slicing import Slicer, tensors_of
@@ -54,11 +55,13 @@ from cannikin.runtime.weighting import (
     refuse_inner_slopes,
     scale_inputs,
     scale_outputs,
+    trains,
     watch_outputs,
     weigh,
 )
 from cannikin.runtime.wire import Exchange
 
+_NO_BACKWARD = -1  # what torch says where none is under way
 _CUT = 30  # steps in parts after which these are measured: plans do not spare this rank
 _KNOWN = 4  # tensors of a batch by which its forward may be known
 _UNPLANNED = 30  # batches of the script's own after which somebody should hear that nothing adapts
@@ -72,7 +75,7 @@ class StepWatcher(Protocol):
         """Take note that the loop has come for its next batch, or for the end of its pass."""
 
     def rest(self) -> None:
-        """Take note that nothing is half done: all that was handed out is in the weights."""
+        """Take note that nothing is half done: what the loader's state counts is in the weights."""
 
 
 class Loop:
@@ -106,8 +109,8 @@ class Loop:
         self.queue = BatchQueue()
         self.memory = memory
         self._parted = PartedForward(memory, device.torch_device)
-        self._can_cut = False  # where memory runs out in forward
-        self._num_cut = 0  # steps that were
+        self._can_cut = False  # whether a forward that runs out of memory can be run in parts
+        self._num_cut = 0  # steps that ran in parts
         self._told_max_batch = NO_MAX  # the bound that was last warned of
         self.goal: float | None = None  # passes of progress that the loop has asked for (`epochs`)
         self._device, self._exchange, self._reducer, self._update = device, exchange, reducer, update
@@ -115,27 +118,31 @@ class Loop:
         self._weighting, self._grad_scaler, self._notices = weighting, grad_scaler, notices
         self._item_count: Callable[[Any], float] | None = None
         self._part: Part | None = None  # the micro-batch in hand
+        self._own: set[int] = set()  # the module's parameters
         self._batch_dim, self._slicer = batch_dim, Slicer(batch_dim)
-        self._has_marked_inputs = False  # the last forward whose outputs are
+        self._has_marked_inputs = False  # whether the last forward's inputs were marked
         self._cuts_batches = False  # the script uses micro_batches()
-        self._sizes: set[int] = set()  # that steps were finished with
+        self._sizes: set[int] = set()  # local batches with which a step has been finished
         self._unsynced = 0  # backward passes under no_sync whose gradients wait for the next synchronised one
         self._group: list[StepInProgress] = []  # since the optimizer's last step, as far as their backward has begun
         self._piled: list[StepInProgress] = []  # those whose gradients the parameters still have
         self._num_taken = 0
-        self._has_skipped = False  # batches, and has said so
+        self._has_skipped = False  # whether the warning about skipped batches was given
         self._num_unused: int | None = 0  # gradients that no optimizer step of ours has used; None after the first one
         self._pass: dict[str, int] | None = None  # where a pass begins, until the ranks have agreed on it
         self._pass_over = False
-        self.watcher: StepWatcher | None = None  # a snapshot
+        self.watcher: StepWatcher | None = None  # a Snapshot, or a RayRun
         self._may_be_over = False  # the pass, as far as is known before a batch is read
 
     def register(self, module: torch.nn.Module) -> None:
         """Set the hooks around forward and the optimizer."""
         # Hooks run outside of forward, so its own exemption from the compiler does not cover them.
         self._can_cut = can_cut(module) and self._batch_dim == 0
-        module.register_forward_pre_hook(not_compiled(self._before_forward), with_kwargs=True)
+        # A sharded module's first all-gather is part of the step: before FSDP's own hook.
+        is_first = self._reducer.runs_together
+        module.register_forward_pre_hook(not_compiled(self._before_forward), with_kwargs=True, prepend=is_first)
         module.register_forward_hook(not_compiled(self._after_forward))
+        self._own = {id(parameter) for parameter in module.parameters()}
         for rates in self._update.rates:
             self._watch_optimizer(rates.optimizer)
 
@@ -230,9 +237,18 @@ class Loop:
         return time.perf_counter() - start_s
 
     def _come_to_rest(self) -> None:
-        """Tell the watcher where every batch that was handed out is in the weights, or was left out."""
-        if self.watcher is not None and not (self.queue or self._piled):
+        """Tell the watcher that no batch is half used, where that is so."""
+        if self.watcher is not None and self.is_at_rest:
             self.watcher.rest()
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether every batch that a forward has taken is in the weights, or was left out.
+
+        Others may wait in a loop that looks ahead: the loader's state is the place where the oldest begins.
+        """
+        is_known = self.queue.place is not None and self.step is not None and self.step.backward_began
+        return not self._piled and (is_known or not self.queue)
 
     def give_up(self) -> None:
         """Tell the ranks that wait for this one's part of the next step that there will be none: it could not read."""
@@ -246,8 +262,17 @@ class Loop:
     def complete_epoch(self) -> None:
         """Make BatchNorm's statistics the same on all ranks, for the evaluation: every batch was handed out."""
         self.queue.complete_pass()
-        self._average_statistics()  # where the pass ends under no_sync
+        self.settle_statistics()
+
+    def settle_statistics(self) -> None:
+        """Average what BatchNorm's statistics have become under no_sync, on all ranks: no step comes that would."""
+        self._average_statistics()
         self._statistics.finish_average()
+
+    @property
+    def place(self) -> EpochState | None:
+        """Where in the data the oldest batch begins that was handed out and is not trained on yet, if there is one."""
+        return self.queue.place
 
     def end_epoch(self) -> None:
         """Let what is under way arrive: the iterator ends, and nothing of ours stays outstanding, or starts here."""
@@ -270,18 +295,22 @@ class Loop:
             size = self._slicer.num_samples(batch, entry.local_batch, certain=certain)
         num_parts = -(-size // max(1, min(self.memory.max_batch, size))) if num_parts is None else num_parts
         bounds = torch.linspace(0, size, max(1, min(num_parts, size)) + 1).round().long().tolist()
+        cuts = [(start, end, (end - start) / size) for start, end in itertools.pairwise(bounds)]
+        if self._reducer.runs_together:  # all take as many parts as the one with most, some perhaps of weight 0
+            num_parts = max(self._exchange.gather_count(len(cuts)))
+            cuts = [(0, min(2, size), 0.0)] * (num_parts - len(cuts)) + cuts  # BatchNorm cannot normalise one sample
         synced = self._reducer.syncs(module)  # False in an outer no_sync
         try:
-            for start, end in itertools.pairwise(bounds):
+            for start, end, share in cuts:
                 part = self._slicer.cut(batch, start, end)
-                self._begin_part(part, (end - start) / size, synced=synced)
-                with nullcontext() if end == size else self._reducer.no_sync(module):
+                self._begin_part(part, share, synced=synced)
+                with nullcontext() if end == size and share else self._reducer.no_sync(module):
                     yield part
         finally:
             self._part = None
 
     def _begin_part(self, part: Any, share: float, *, synced: bool) -> None:
-        """Let the next forward take this part, a share of the batch in hand.
+        """Let the next forward take this part, a share of the batch in hand; 0 where it only keeps others company.
 
         `synced` is whether the last part will be: the batch is not one of several that accumulate.
         """
@@ -291,24 +320,31 @@ class Loop:
         items = step.entry.items
         if items is not None and self._item_count is None:
             raise InvalidInputError("micro_batches() of items needs item_count= of the loader to weigh the parts")
-        share = self._item_count(part) / items if items and self._item_count is not None else share
+        share = self._item_count(part) / items if share and items and self._item_count is not None else share
         self._part = Part(share=share, synced=synced)
 
     # Forward.
 
     def _before_forward(self, module: Any, args: Any, kwargs: Any) -> Any:
         self._statistics.finish_average()
-        if not (module.training and torch.is_grad_enabled()):
+        if not trains(module):
+            if self.step is not None and self.step.backward_began and torch.is_grad_enabled():
+                self.step.is_stale = True
+            return None
+        if self._recomputes():
             return None
         if self._part is None:
             self._skip_to(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
         step = self.current_or_next()
+        step.is_stale = False
         if self._part is None:
             check_size(step.entry, self.queue, args, kwargs, self._batch_dim)
             if self._can_cut and self.memory.is_new(step.entry.local_batch):
                 watch_forward(module, partial(self._run, module, step))
         if step.forward_start is None:
             step.forward_start = self._device.mark()
+        if step.passage is not None:
+            step.passage.begin_forward()
         self._notices.begin_forward(step.entry.local_batch, step.entry.total_batch)
         scale = self._output_scale(module, step)
         if scale is None:
@@ -316,6 +352,11 @@ class Loop:
         inputs = scale_inputs((args, kwargs), lambda: 1.0 / scale() if scale() else 0.0)
         self._has_marked_inputs = inputs is not None
         return inputs
+
+    def _recomputes(self) -> bool:
+        """Return whether the forward that begins or ends is one that a checkpoint runs again in the step's backward."""
+        task = torch._C._current_graph_task_id()
+        return task != _NO_BACKWARD and self.step is not None and self.step.task == task
 
     def _accumulates(self, module: Any) -> bool:
         """Return whether gradients of this forward pile up on others, or under others."""
@@ -326,7 +367,7 @@ class Loop:
         """Return what tells the factor on the gradient of this forward's outputs; None where there is none."""
         part, world_size = self._part, self._exchange.world_size
         averages = self._weighting == "none"  # the hook does: parts of a sum add up, and padding must not
-        share = 1.0 if part is None or averages else part.share
+        share = 1.0 if part is None or (averages and part.share) else part.share
         share = 0.0 if averages and step.entry.is_padding else share
         if is_inward(self._weighting, accumulating=self._accumulates(module)):
             return lambda: share * world_size * step.share()
@@ -397,8 +438,9 @@ class Loop:
         self._meet(entry, previous)
         step = StepInProgress(entry=entry, valid=self._num_taken >= self._reducer.num_first_steps, loss_scale=scale)
         step.previous_end = None if previous is None else previous.optimizer_end
+        step.passage = self._reducer.new_passage()
         # Products with the step before must be with the step before.
-        step.take_norms = takes_norms(self._update.num_steps) or self._reducer.compares
+        step.take_norms = self.coordinator.takes_norms(self._update.num_steps) or self._reducer.compares
         self._notices.begin_step(self._num_taken)
         self._num_taken += 1
         self._warn_if_unplanned()
@@ -450,8 +492,11 @@ class Loop:
         )
 
     def _average_statistics(self) -> None:
-        if self.step is not None:
-            self._statistics.start_average(self.step.sample_share())
+        if self.step is None:
+            return
+        work = self._statistics.start_average(self.step.sample_share())
+        if work is not None:
+            self.step.ahead = self._device.mark(), work
 
     def _warn_if_unused(self, previous: StepInProgress) -> None:
         """Say so once where another optimizer steps the parameters, or none."""
@@ -489,8 +534,10 @@ class Loop:
 
     def _after_forward(self, module: Any, args: Any, output: Any) -> Any:
         step, part = self.step, self._part
-        if step is None or not (module.training and torch.is_grad_enabled()):
+        if step is None or not trains(module) or self._recomputes():
             return output
+        if step.passage is not None:
+            step.passage.end_forward()
         self._statistics.note_forward()
         if self._reducer.syncs(module) and not joins(module):
             self._average_statistics()
@@ -499,10 +546,14 @@ class Loop:
 
         def begin(*_: Any) -> None:
             self._notices.begin_backward()
+            step.task = torch._C._current_graph_task_id()
             self._pile(step)
             # Of a batch in parts, all but the last one's backward counts as what comes before.
             if step.backward_start is None or (part is not None and not step.synced):
                 step.backward_start = self._device.mark()
+                if step.passage is not None:
+                    step.passage.begin_backward()
+                    at_end_of_backward(step.passage.end_backward)
 
         def begin_and_scale() -> float:
             begin()
@@ -511,7 +562,8 @@ class Loop:
                 refuse_inner_slopes()
             return factor
 
-        if scale is not None:
+        # FSDP's own hooks are on the outputs: where layers are timed, a mark behind them tells that backward begins.
+        if scale is not None or step.passage is not None:
             output, num_marked = scale_outputs(output, begin_and_scale)
         else:
             handles = watch_outputs(output, begin)
@@ -529,7 +581,8 @@ class Loop:
         """
         if step.accumulated:
             return
-        if self._piled and not self._update.has_gradients():
+        kept = self._update.has_gradients() or (self._reducer.keeps_piles and self._unsynced > 0)
+        if self._piled and not kept:
             self._piled.clear()
             if not step.entry.is_extra:  # a step was skipped, or a batch thrown away; else SAM trains on it again
                 self._update.progress.forgone += self._worth().batches
@@ -575,11 +628,18 @@ class Loop:
     def _begin_update(self, rates: Rates) -> None:
         self._statistics.finish_average()
         step, self._num_unused = self.step, None
-        if self._reducer.unmatched and self.coordinator.is_bound:
+        if self._reducer.unmatched and (self.coordinator.is_bound or self.queue):
             self._reducer.unmatched = False
             raise BatchMatchError(
-                "optimizer.step() with gradients of a forward in eval mode, which cannot be matched to a batch and are "
-                "not weighted: train with model.train(), and to freeze layers call eval() on those, in model.module"
+                "optimizer.step() with gradients of a forward in eval mode, or of a method other than forward, which "
+                "cannot be matched to a batch and are not weighted: train with model.train() and by calling the model; "
+                "to freeze layers call eval() on those alone"
+            )
+        if step is None and self.queue and self._exchange.world_size > 1 and self._update.has_gradients(self._own):
+            raise BatchMatchError(
+                f"optimizer.step() with gradients, and {len(self.queue)} batches of the loader that no training "
+                "forward of the wrapped model has taken: gradients are not averaged over ranks; call the model that "
+                "HeteroDataParallel or DistributedDataParallel made, model(x), not the network in it"
             )
         if step is not None and step.backward_began:
             self._pile(step)

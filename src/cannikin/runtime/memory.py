@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from cannikin.core.values import NO_MAX
 from cannikin.runtime.device import Memory
@@ -169,12 +170,18 @@ class MemoryGauge:
 
 def state_bytes(module: torch.nn.Module) -> int:
     """Return about what a model takes beside its activations: its parameters, and what comes to them."""
-    return sum(p.nbytes for p in module.parameters()) + later_bytes(module)
+    return sum(_own_bytes(p) for p in module.parameters()) + later_bytes(module)
 
 
 def later_bytes(module: torch.nn.Module) -> int:
     """Return about what comes to a model's parameters in training: gradients, buckets, the optimizer's state."""
-    return sum(_COPIES * p.nbytes for p in module.parameters() if p.requires_grad)
+    return sum(_COPIES * _own_bytes(p) for p in module.parameters() if p.requires_grad)
+
+
+def _own_bytes(parameter: torch.Tensor) -> int:
+    """Return what this rank has of a parameter, of a sharded one its shard."""
+    own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return own.nbytes
 
 
 def missing_gradients(module: torch.nn.Module) -> int:

@@ -39,8 +39,10 @@ def _codes(*names: str) -> dict[CodeType, str]:
     return {inspect.unwrap(function).__code__: name for name, function in functions if function is not None}
 
 
-_GATHERS = _codes("all_gather", "all_gather_into_tensor", "gather", "all_to_all", "all_to_all_single")
-_SUMS = _codes("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor")
+_GATHERS = _codes(
+    "all_gather", "all_gather_into_tensor", "all_gather_single", "gather", "all_to_all", "all_to_all_single"
+)
+_SUMS = _codes("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single")
 _SENT = ("tensor", "input_tensor", "input")  # what these functions call what they send
 
 

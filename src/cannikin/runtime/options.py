@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import torch
 
@@ -15,6 +15,9 @@ from cannikin.core.lr import LrRule
 from cannikin.core.planner import Planner
 from cannikin.errors import InvalidInputError
 from cannikin.runlog import Observer
+
+if TYPE_CHECKING:  # an engine has these keywords
+    from cannikin.runtime.engine import Engine
 
 OneOrMore = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 """What steps a model: an optimizer, or several that step together."""
@@ -154,6 +157,13 @@ def check_names(owner: str, own: Iterable[str], base: Callable[..., Any] | None,
         raise TypeError(f"{owner} takes no {name}=: {advice}")
 
 
+def _inside(optimizer: Any) -> Any:
+    """Return the optimizer inside of a wrapper, as Accelerate and Fabric make them, which calls its `step()`."""
+    inner = getattr(optimizer, "optimizer", None)
+    is_wrapped = isinstance(inner, torch.optim.Optimizer) and inner.param_groups is optimizer.param_groups
+    return _inside(inner) if is_wrapped else optimizer
+
+
 def check_model(module: object, optimizer: object, policy: object) -> list[torch.optim.Optimizer]:
     """Refuse a module and optimizers that do not belong together, and a policy that cannot plan; the optimizers."""
     plans = callable(getattr(policy, "decide", None)) and not isinstance(policy, type)
@@ -167,7 +177,8 @@ def check_model(module: object, optimizer: object, policy: object) -> list[torch
             f"the model is a {type(module).__name__}, not a torch.nn.Module: the order is HeteroDataParallel(module, "
             "optimizer)"
         )
-    optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    optimizers: list[Any] = [_inside(each) for each in given]
     if not optimizers:
         raise InvalidInputError("the list of optimizers is empty: give the one that steps the model, or all of them")
     own = {id(parameter) for parameter in module.parameters()}
@@ -179,6 +190,18 @@ def check_model(module: object, optimizer: object, policy: object) -> list[torch
         if not any(id(parameter) in own for group in groups for parameter in group["params"]):
             raise InvalidInputError(
                 "the optimizer has none of the model's parameters: build it from module.parameters() of the module "
-                "that is wrapped, and wrap that one"
+                "that is wrapped, and wrap that one; where it has float32 copies of them, as float16 by hand does, use "
+                "torch.autocast and a GradScaler instead"
             )
     return optimizers
+
+
+def engine_of(model: object) -> Engine:
+    """Return the engine of a HeteroDataParallel, or the engine itself."""
+    engine = getattr(model, "engine", model)
+    if not hasattr(engine, "bind"):
+        raise InvalidInputError(
+            f"model is a {type(model).__name__}, which has no cannikin engine: pass the cannikin.HeteroDataParallel "
+            "that trains on this data, or what cannikin.attach(ddp, optimizer) returned"
+        )
+    return cast("Engine", engine)

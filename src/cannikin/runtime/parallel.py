@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
-from typing import Any, Unpack
+from collections.abc import Iterator, Sequence
+from typing import Any, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from cannikin.runtime.device import kind_of
 from cannikin.runtime.drawing import Draws
 from cannikin.runtime.engine import Engine
 from cannikin.runtime.options import DdpOptions, DrawOptions, OneOrMore, Options, check_model, check_names
+from cannikin.runtime.sharded import sharded
 
 _log = logging.getLogger("cannikin")
 
@@ -202,20 +203,33 @@ class HeteroDataParallel(DistributedDataParallel):
         return self.engine.micro_batches(batch, num_parts)
 
 
-def attach(ddp: DistributedDataParallel, optimizer: OneOrMore, **options: Unpack[Options]) -> Engine:
-    """Make an existing DDP module adaptive, for instance one that a framework built.
+@overload
+def attach(module: torch.nn.Module, optimizer: OneOrMore, **options: Unpack[Options]) -> Engine: ...
+@overload
+def attach(module: Sequence[torch.nn.Module], optimizer: OneOrMore, **options: Unpack[Options]) -> list[Engine]: ...
+def attach(
+    module: torch.nn.Module | Sequence[torch.nn.Module], optimizer: OneOrMore, **options: Unpack[Options]
+) -> Engine | list[Engine]:
+    """Make a module adaptive that is under DDP already, for instance by a framework, or under `fully_shard` (FSDP2).
 
     BatchNorm's running statistics become the weighted mean over ranks after every step, in place of rank 0's, which
-    DDP gives to all; other buffers stay rank 0's.
+    DDP gives to all, or of each rank's own under FSDP; other buffers stay as they are.
 
     Args:
-        ddp: the module, before its first training step and without a communication hook of its own.
-        optimizer: the one that steps its parameters, or a list of several that step together.
+        module: a DDP module, or one that `fully_shard` was called on after its parts; before its first training step
+            and without a communication hook or custom collectives of its own; also as `torch.compile` returned it. With
+            `follows`, a list of several that share the optimizer, such as a GAN's discriminators; there is an engine
+            for each.
+        optimizer: the one that steps its parameters, or a list of several that step together; also as a framework has
+            wrapped it. Of a sharded module's parameters it is made after `fully_shard`.
         **options: see `Options`.
     """
-    if not isinstance(ddp, DistributedDataParallel):
-        raise InvalidInputError(
-            f"attach() got a {type(ddp).__name__}, not a DistributedDataParallel: wrap the module first; a framework "
-            "does so once it runs on several processes, for instance under torchrun"
-        )
-    return Engine(ddp, optimizer, **options)
+    if isinstance(module, list | tuple):
+        if options.get("follows") is None:
+            raise InvalidInputError(
+                f"attach() got {len(module)} modules, of which only one can have the loader: attach that one by "
+                "itself, and the others with follows=, the engine of the first"
+            )
+        return [attach(each, optimizer, **options) for each in module]
+    module = getattr(module, "_orig_mod", module)  # of torch.compile
+    return Engine(module if isinstance(module, DistributedDataParallel) else sharded(module), optimizer, **options)

@@ -7,10 +7,10 @@ steps are cut the same way.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -27,17 +27,6 @@ _log = logging.getLogger("cannikin")
 
 if TYPE_CHECKING:  # an engine makes draws, which are cut here
     from cannikin.runtime.engine import Engine
-
-
-def engine_of(model: object) -> Engine:
-    """Return the engine of a HeteroDataParallel, or the engine itself."""
-    engine = getattr(model, "engine", model)
-    if not hasattr(engine, "bind"):
-        raise InvalidInputError(
-            f"model is a {type(model).__name__}, which has no cannikin engine: pass the cannikin.HeteroDataParallel "
-            "that trains on this data, or what cannikin.attach(ddp, optimizer) returned"
-        )
-    return cast("Engine", engine)
 
 
 @contextmanager
@@ -303,3 +292,35 @@ class Passes:
         remaining = max(0, (self._num_samples or 0) - position)
         min_local = min(self._min_local, *plan.local_batches)
         return num_steps(remaining, plan.total_batch, drop_last=self._drop_last, min_local=min_local)
+
+
+class OverPasses:
+    """What a loader and a sampler say of the passes that they make over the data."""
+
+    _bookmark: Bookmark
+    _passes: Passes
+
+    def __len__(self) -> int:
+        """Steps of this pass, or between passes of the next, under the current plan; a resumed pass is shorter."""
+        return len(self._passes)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch underway; between passes the one that the next `iter()` begins."""
+        return self._bookmark.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make `epoch` the one that the next `iter()` begins; a loaded position in that epoch is kept."""
+        self._bookmark.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where in the data training is, in plain numbers, the same on every rank.
+
+        A sampler counts batches that are cut. After a loop was broken off, it still says where: a run resumed from it
+        goes on with that epoch. At an epoch's last batch it is at the beginning of the next epoch.
+        """
+        return self._bookmark.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned, on any number of ranks: the next `iter()` begins at the next sample."""
+        self._bookmark.load_state_dict(state)

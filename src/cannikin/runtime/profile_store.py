@@ -68,11 +68,17 @@ def share_profiles(
     return shared
 
 
-def model_key(module: torch.nn.Module, *, scaled: bool) -> str:
-    """Return what tells one model and precision from another; `scaled` is whether a GradScaler is in use."""
+def model_key(module: torch.nn.Module, *, scaled: bool, sharded: bool = False) -> str:
+    """Return what tells one model and precision from another.
+
+    Args:
+        module: the network.
+        scaled: whether a GradScaler is in use.
+        sharded: whether it is under `fully_shard`, where steps have layers in place of DDP's buckets.
+    """
     shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters()]
     digest = hashlib.blake2b(json.dumps([shapes, scaled]).encode(), digest_size=8).hexdigest()
-    return f"{type(module).__name__}-{digest}"
+    return f"{type(module).__name__}-{digest}" + ("-fsdp" if sharded else "")
 
 
 class ProfileStore:

@@ -1,4 +1,4 @@
-"""Cuts a batch into parts along its samples, whatever it is made of, and refuses what it cannot cut.
+"""Cuts a batch into parts along its samples, whatever it is made of, joins parts, and refuses what it cannot cut.
 
 Tensors and arrays are cut in the dimension that counts samples. Dicts, dataclasses and tuples of those are cut field by
 field. A list with one item per sample, such as images of unlike sizes or strings, is cut between its items.
@@ -39,27 +39,36 @@ class Slicer:
 
     Args:
         dim: the dimension of tensors that counts samples.
+        caller: who cuts, as messages name it.
     """
 
-    def __init__(self, dim: int = 0) -> None:
+    def __init__(self, dim: int = 0, caller: str = "micro_batches()") -> None:
         self._dim = dim
+        self._caller = caller
         self._has_items: dict[Place, bool] = {}  # by place in the batch: whether a list has one item per sample
 
     def num_samples(self, batch: Any, expected: int = 0, *, certain: bool = False) -> int:
-        """Return how many samples a batch has: as many as expected, or if that is not certain, as many as it looks."""
+        """Return how many samples a batch has: as many as expected, or if that is not certain, as many as it looks.
+
+        Where it is certain and nothing is expected, they are as many as its first tensor has.
+        """
         sizes = _sizes(batch, self._dim)
-        candidates = (expected,) if certain else (expected, *sizes)
+        candidates = (expected or sizes[0],) if certain and sizes else (expected, *sizes)
         for size in candidates if sizes else ():
             found: dict[Place, bool] = {}
             if size > 0 and self._can_cut(batch, size, (), found):
                 self._has_items.update(found)
                 return size
-        reason = self._reason(batch, sizes, expected if certain else None)
-        raise InvalidInputError(f"micro_batches() cannot cut this batch: {reason}")
+        reason = self._reason(batch, sizes, expected if certain and expected else None)
+        raise InvalidInputError(f"{self._caller} cannot cut this batch: {reason}")
 
     def cut(self, batch: Any, start: int, end: int) -> Any:
         """Return samples `start` to `end` of a batch, after `num_samples`."""
         return self._cut(batch, slice(start, end), ())
+
+    def join(self, parts: Sequence[Any]) -> Any:
+        """Return one batch of parts that were cut from batches built alike; refuse what each batch has one of."""
+        return self._join(parts, ())
 
     def _can_cut(self, node: Any, size: int, place: Place, found: dict[Place, bool]) -> bool:
         """Return whether every field has this many samples; note in `found` which lists plainly have one per item."""
@@ -87,6 +96,26 @@ class Slicer:
         if _is_list(node) and self._has_items.get(place, False):
             return type(node)(node[part])
         return _rebuilt(node, [self._cut(field, part, (*place, name)) for name, field in _fields(node) or ()])
+
+    def _join(self, nodes: Sequence[Any], place: Place) -> Any:
+        node = nodes[0]
+        if isinstance(node, torch.Tensor) and node.ndim:
+            return torch.cat(list(nodes), dim=self._dim_of(node))
+        if isinstance(node, np.ndarray) and node.ndim:
+            return np.concatenate(nodes, axis=self._dim_of(node))
+        if isinstance(node, (torch.Tensor, np.ndarray, *_KEPT)):
+            other = next((each for each in nodes if each is not node and each != node), node)
+            if other is not node:
+                raise InvalidInputError(
+                    f"{self._caller} cannot make one batch of samples whose batches had {node!r} and {other!r} in the "
+                    "same place: give it one per sample, or do without"
+                )
+            return node
+        if _is_list(node) and self._has_items.get(place, False):
+            return type(node)(item for each in nodes for item in each)
+        columns = zip(*([value for _, value in _fields(each) or ()] for each in nodes), strict=True)
+        names = [name for name, _ in _fields(node) or ()]
+        return _rebuilt(node, [self._join(column, (*place, name)) for name, column in zip(names, columns, strict=True)])
 
     def _dim_of(self, node: Any) -> int:
         """Return the dimension of samples; a vector has one number per sample."""

@@ -13,7 +13,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -22,14 +22,12 @@ from typing import Any
 
 import torch
 
-from cannikin._version import __version__
 from cannikin.core.cutting import whole_number
 from cannikin.errors import DisagreementError, InvalidInputError, StateError
 from cannikin.runtime.ending import EXIT_STATUS, Ending
-from cannikin.runtime.engine import Engine
-from cannikin.runtime.passes import engine_of
+from cannikin.runtime.options import engine_of
 from cannikin.runtime.profile_store import model_key
-from cannikin.runtime.randomness import digest, get_randomness, set_randomness
+from cannikin.runtime.run_state import RunState
 from cannikin.runtime.snapshot_file import (
     HostRow,
     OpenSnapshot,
@@ -92,8 +90,8 @@ class Snapshot:
     snapshot sends it to the others, so it is enough that one does. A file that is damaged, or of another model, is
     named in a warning, and the one before is loaded.
 
-    Snapshots are taken where no batch is half used: not while gradients pile up, and in a loop that reads a batch ahead
-    of the one in training, or with a `HeteroBatchSampler` under workers, only between epochs.
+    Snapshots are taken where no batch is half used: not while gradients pile up, and with a `HeteroBatchSampler` under
+    workers, or in a loop that looks ahead over one, only between epochs.
 
     Args:
         folder: where snapshots are kept; rank 0 makes it.
@@ -120,7 +118,7 @@ class Snapshot:
         keep: int = 2,
         **objects: Any,
     ) -> None:
-        self._engine = engine = engine_of(model)
+        engine = engine_of(model)
         self._loop, self._exchange = engine.loop, engine.exchange
         self._folder, self._keep = Path(folder), whole_number("keep", keep, low=2)
         if every_s is not None and not every_s > 0:
@@ -131,16 +129,16 @@ class Snapshot:
             raise InvalidInputError("the model has no loader yet, whose place a Snapshot saves: build the loader first")
         if self._loop.watcher is not None:
             raise InvalidInputError("this model has a Snapshot already: name all that is to be saved in one")
-        self._objects = _by_name(engine, objects)
+        self._run = RunState(engine, objects)
+        self._objects = self._run.parts
         self._identity = _identity(self._objects["model"])
         self._host = HostRow()
         self._writer = ThreadPoolExecutor(1, "cannikin-snapshot")
         self._writing: Future[None] | None = None
         self._good: list[SnapshotName] = []  # loaded or written by this process, oldest first
-        self._randomness: tuple[Mapping[str, Any], Mapping[str, bool]] | None = None  # to go on from
         self.resumed_from: int | None = None
         self.last: dict[str, float] | None = None
-        take_apart(self._state())  # refuses what cannot be saved now, not in an hour
+        take_apart(self._run.state_dict())  # refuses what cannot be saved now, not in an hour
         self._load_newest()
         self._ending = Ending(self.wait)
         self._must_end = False
@@ -252,19 +250,7 @@ class Snapshot:
         return row
 
     def _load(self, opened: OpenSnapshot, name: SnapshotName) -> None:
-        saved = opened.state["objects"]
-        for label, part in self._objects.items():
-            if label in saved:
-                part.load_state_dict(opened.part(saved[label]))
-            else:
-                self._warn(f"snapshot {name} has no {label!r}: it begins afresh")
-        unused = sorted(saved.keys() - self._objects.keys())
-        if unused:
-            self._warn(f"snapshot {name} also has {', '.join(unused)}, which this script does not name")
-        # Asked of the generators as the script has seeded them, used once the first pass has begun: that draws too.
-        now = get_randomness(self._engine.device.torch_device)
-        alike = {label: self._exchange.agrees(digest(state)) for label, state in sorted(now.items())}
-        self._randomness = opened.part(opened.state["randomness"]), alike
+        self._run.load(opened.state, f"snapshot {name}", opened.part)
         self.resumed_from = name.step
         self._good.append(name)
         if self._exchange.rank == 0:
@@ -278,9 +264,7 @@ class Snapshot:
 
     def end_step(self) -> None:
         """See `StepWatcher`: ranks tell each other, about once per second, whether one of them was told to end."""
-        if self._randomness is not None:
-            (states, alike), self._randomness = self._randomness, None
-            set_randomness(states, self._engine.device.torch_device, self._exchange.rank, alike)
+        self._run.go_on()
         self._ending.step()
         if self._exchange.world_size == 1:
             self._must_end = self._ending.asked
@@ -327,13 +311,6 @@ class Snapshot:
 
     # Saving, on rank 0.
 
-    def _state(self) -> dict[str, Any]:
-        return {
-            "objects": {label: part.state_dict() for label, part in self._objects.items()},
-            "randomness": get_randomness(self._engine.device.torch_device),
-            "about": {"cannikin": __version__, "torch": str(torch.__version__), "saved_at_s": time.time()},
-        }
-
     def _restart_clock(self) -> None:
         self._taken_s, self._taken_step, self._wanted = time.monotonic(), self._loop.queue.num_taken, False
 
@@ -342,7 +319,7 @@ class Snapshot:
         self._restart_clock()
         start_s = time.perf_counter()
         try:
-            state = self._state()
+            state = self._run.state_dict()
             skeleton, tensors = take_apart(state)
         except InvalidInputError as error:
             self._warn(f"no snapshot was taken: {error}")
@@ -404,32 +381,6 @@ class Snapshot:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _by_name(engine: Engine, objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all objects with a state, by name, each once: a model's parts, and the entries of lists."""
-    found: dict[str, Any] = {}
-
-    def add(name: str, value: Any) -> None:
-        if isinstance(value, list | tuple):
-            for number, part in enumerate(value):
-                add(name if len(value) == 1 else f"{name}.{number}", part)
-        elif not (callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))):
-            raise InvalidInputError(
-                f"{name} is a {type(value).__name__}: a snapshot takes objects with state_dict() and load_state_dict()"
-            )
-        elif all(value is not other for other in found.values()):
-            found[name] = value
-
-    for name, value in {**engine.parts(), **objects}.items():
-        other = getattr(value, "engine", value)
-        if isinstance(other, Engine) and other is not engine:  # a second model, which trains on the first one's batches
-            for label, part in other.parts().items():
-                if part is not None:
-                    add(f"{name}.{label}", part)
-        elif other is value or not isinstance(other, Engine):
-            add(name, value)
-    return found
 
 
 def _identity(module: torch.nn.Module) -> str:

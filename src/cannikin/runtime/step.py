@@ -17,8 +17,10 @@ from typing import Any, Protocol
 
 import torch
 
+from cannikin.core.cutting import EpochState
 from cannikin.errors import BatchMatchError, DisagreementError
 from cannikin.runtime.device import Device
+from cannikin.runtime.passage import Passage, Segments
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +61,7 @@ class BatchEntry:
         is_told: the numbers are the script's (`use_batch`), which may count other things than the loader's samples.
         is_extra: not a batch of the loader's: one of the user's own, or the batch before once more.
         ends_pass: whether it is the last of a pass, as far as all ranks' samples are one row.
+        place: where in the data it begins, where the loader says so.
         tensors: weak references to what the loader yielded, as far as that is known.
         load_s: how long the loop waited for it.
         loaded_alone: whether nothing else went on meanwhile, as in a loader without workers.
@@ -77,6 +80,7 @@ class BatchEntry:
     is_told: bool = False
     is_extra: bool = False
     ends_pass: bool = False
+    place: EpochState | None = field(default=None, compare=False)
     tensors: tuple[weakref.ref[torch.Tensor], ...] = field(default=(), compare=False, repr=False)
     load_s: float = field(default=0.0, compare=False)
     loaded_alone: bool = field(default=False, compare=False)
@@ -132,6 +136,18 @@ class BatchQueue:
     def newest(self) -> BatchEntry | None:
         """The batch that was handed out last, unless it has been taken."""
         return self._entries[-1] if self._entries else None
+
+    @property
+    def place(self) -> EpochState | None:
+        """Where in the data the oldest batch begins that waits; None where none does, or nobody trains on this pass."""
+        if self._is_evaluation:
+            return None
+        return next((entry.place for entry in self._entries if entry.place is not None), None)
+
+    @property
+    def _is_evaluation(self) -> bool:
+        """Whether the pass was handed out whole and none of several batches was trained on."""
+        return self._is_complete and not self._is_trained_on and len(self._entries) > 1
 
     def has_size(self, local_batch: int) -> bool:
         """Return whether a batch of this size is waiting."""
@@ -225,7 +241,7 @@ class BatchQueue:
         Those of a complete one are kept: a loop may look one batch ahead across the end of an epoch. Not so where none
         of several was trained on: that was an evaluation on the training data.
         """
-        if not self._is_complete or (not self._is_trained_on and len(self._entries) > 1):
+        if not self._is_complete or self._is_evaluation:
             self._entries.clear()
         self._num_ahead = -1  # also forget a batch that had its forward but never its backward
         self._is_complete = self._is_trained_on = False
@@ -348,6 +364,7 @@ class StepInProgress:
     previous_end: Any = None  # when the optimizer was done with the step before
     forward_start: Any = None
     backward_start: Any = None
+    task: int | None = None  # torch's number of the backward that came to forward's outputs last
     watches: list[Any] = field(default_factory=list)  # handles to the hooks that tell of the start of backward
     item_total: float | None = None  # items on all ranks, once they have been added up
     sample_total: float = 0.0  # and samples
@@ -359,13 +376,16 @@ class StepInProgress:
     take_norms: bool = True  # the same on all ranks
     uneven_items: bool = False  # this rank's share of items is not that of its samples, which the estimate counts
     norms_missing: bool = False  # of some bucket
+    passage: Passage | None = None  # through the layers of a sharded module
     ready: list[Any] = field(default_factory=list)
     done: list[Any] = field(default_factory=list)
+    ahead: tuple[Any, Any] | None = None  # another sum before the first bucket's: when it was ready, and its work
     noted: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)  # by column of `wire` and bucket
     sample: torch.Tensor | None = None  # of the last bucket, where norms are not taken
     optimizer_start: Any = None
     optimizer_end: Any = None
     synced: bool = False  # the communication hook has run
+    is_stale: bool = False  # a forward in eval mode came after its backward: gradients now may be that one's
     part_size: int = 0  # samples of the largest part, where the batch is cut into micro-batches
     valid: bool = True
 
@@ -436,23 +456,35 @@ class StepInProgress:
 
     def close(self, device: Device) -> StepRecord:
         """Return durations instead of marks."""
-        finished = self.synced and self.optimizer_end is not None and None not in self.done
+        reduced = zip(self.ready, self.done, strict=True)  # a layer that no forward has used brings no gradient
+        finished = (
+            self.synced and self.optimizer_end is not None and all((a is None) == (b is None) for a, b in reduced)
+        )
         if not finished or self.forward_start is None or self.backward_start is None:
             return StepRecord(valid=False)
-        load_s = self.entry.load_s
-        before = device.seconds(self.forward_start, self.backward_start)
-        before += device.seconds(self.optimizer_start, self.optimizer_end)
-        ready = [device.seconds(self.backward_start, mark) for mark in self.ready]
-        done = device.ends_s(self.backward_start, ready, self.done)
+        load_s, segments = self.entry.load_s, None
+        update = device.seconds(self.optimizer_start, self.optimizer_end)
+        update += load_s if self.entry.loaded_alone else 0.0
+        before = device.seconds(self.forward_start, self.backward_start) + update
+        if self.passage is None:
+            ready = [device.seconds(self.backward_start, mark) for mark in self.ready]
+            done = device.ends_s(self.backward_start, ready, self.done, self.ahead)
+        else:
+            segments = self.passage.close(self.backward_start, update)
+            if segments is None:
+                return StepRecord(valid=False)
+            ready, done = segments.ready_s, segments.done_s
         other = max(0.0, device.seconds(self.backward_start, self.optimizer_start) - max(done))
         if self.previous_end is not None:
             other += max(0.0, device.seconds(self.previous_end, self.forward_start) - load_s)
+        waited = 0.0 if segments is None else before - segments.before_s
         return StepRecord(
-            before_s=before + (load_s if self.entry.loaded_alone else 0.0),
+            before_s=before - waited,
             ready_s=ready,
-            done_s=done,
+            done_s=[moment + waited for moment in done],
             load_s=load_s,
             other_s=other,
+            segments=segments,
             valid=self.valid and not self.entry.is_padding,
         )
 
@@ -470,9 +502,11 @@ class StepRecord:
 
     Args:
         before_s: forward, optimizer, and loading where nothing else goes on meanwhile.
-        ready_s, done_s: after the start of backward, bucket by bucket.
+        ready_s, done_s: after the start of backward, bucket by bucket. Of a sharded module, `before_s` and `ready_s`
+            are compute alone, and all that forward has waited comes before `done_s`.
         load_s: waiting for the batch.
         other_s: between the steps, and between the last all-reduce and the optimizer: the user's own.
+        segments: of a sharded module.
         valid: whether the step counts.
     """
 
@@ -481,4 +515,5 @@ class StepRecord:
     done_s: list[float] = field(default_factory=list)
     load_s: float = 0.0
     other_s: float = 0.0
+    segments: Segments | None = None
     valid: bool = True

@@ -1,6 +1,7 @@
 """Where a rank's weight b_i/B is applied, and the marks that forward leaves on its outputs.
 
-    "hook"   the communication hook multiplies buckets by b_i/B
+    "hook"   what a rank brings to the sum over ranks is multiplied by b_i/B: DDP's buckets, or under fully_shard the
+             gradient of each layer
     "loss"   the gradient of every output is multiplied by n b_i/B, and the hook divides by n: right where backward
              itself mixes ranks (SyncBatchNorm)
     "none"   the hook averages as DDP does, for losses that are sums over the local batch, or that the model divides by
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from cannikin.errors import InvalidInputError
@@ -31,15 +33,20 @@ from cannikin.runtime.step import StepInProgress
 WEIGHTINGS = ("auto", "hook", "loss", "none")
 
 
-def choose_weighting(weighting: str, module: torch.nn.Module) -> tuple[str, str]:
+def network(wrapped: torch.nn.Module) -> torch.nn.Module:
+    """Return the network that a DDP module holds, or the module itself, which `fully_shard` changes in place."""
+    return wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
+
+
+def choose_weighting(weighting: str, wrapped: torch.nn.Module) -> tuple[str, str]:
     """Return the weighting in force, and a sentence that says why."""
     if weighting not in WEIGHTINGS:
         raise InvalidInputError(f"weighting={weighting!r} is unknown: choose one of {', '.join(WEIGHTINGS)}")
     if weighting != "auto":
         return weighting, f"weighting={weighting!r} as asked"
-    if any(isinstance(m, torch.nn.SyncBatchNorm) for m in module.modules()):
+    if any(isinstance(m, torch.nn.SyncBatchNorm) for m in network(wrapped).modules()):
         return "loss", "weighting='loss', because SyncBatchNorm mixes ranks in backward"
-    return "hook", "weighting='hook': buckets are weighted by local over total batch"
+    return "hook", "weighting='hook': gradients are weighted by local over total batch where they are reduced"
 
 
 def refuse_sparse(module: torch.nn.Module) -> None:
@@ -211,20 +218,34 @@ def _running(layers: list[torch.nn.Module]) -> list[torch.Tensor]:
     ]
 
 
-def joins(ddp: Any) -> bool:
+def is_training(wrapped: torch.nn.Module) -> bool:
+    """Return whether a module is in training mode, by its own flag or by that of the network in it.
+
+    Frameworks that put the wrapper into eval mode may bring back only the network (Lightning after a validation), and
+    users freeze BatchNorm by `model.module.eval()`.
+    """
+    return bool(wrapped.training or network(wrapped).training)
+
+
+def trains(wrapped: torch.nn.Module) -> bool:
+    """Return whether a forward of a module now is one of a training step."""
+    return is_training(wrapped) and torch.is_grad_enabled()
+
+
+def joins(wrapped: Any) -> bool:
     """Return whether a rank may end before others, by DDP's `join()`, which stands in for DDP's collectives only."""
-    return bool(ddp._join_config.enable)
+    return network(wrapped) is not wrapped and bool(wrapped._join_config.enable)
 
 
 class RunningStatistics:
-    """The running means and variances of a DDP module's BatchNorm layers, averaged over ranks as one small tensor.
+    """The running means and variances of a module's BatchNorm layers, averaged over ranks as one small tensor.
 
-    DDP leaves them alone from now on, and keeps on giving every rank all other buffers of rank 0. Every rank must start
-    averages at the same forwards, with shares that sum to 1.
+    DDP leaves them alone from now on, and keeps on giving every rank all other buffers of rank 0; FSDP leaves all
+    buffers to their ranks. Every rank must start averages at the same forwards, with shares that sum to 1.
     """
 
-    def __init__(self, ddp: Any, group: Any, sum_weighted: Callable[[torch.Tensor, float], dist.Work]) -> None:
-        layers = _layers(ddp.module)
+    def __init__(self, wrapped: Any, group: Any, sum_weighted: Callable[[torch.Tensor, float], dist.Work]) -> None:
+        layers = _layers(network(wrapped))
         self._layers = [*layers.values()]
         self._sum_weighted = sum_weighted  # begins to sum a tensor times a weight over the ranks of the group
         self._is_alone = dist.get_world_size(group) == 1
@@ -232,28 +253,33 @@ class RunningStatistics:
         self._coming: tuple[dist.Work, list[torch.Tensor]] | None = None
         self._flat = torch.empty(0)
         self._parts: list[torch.Tensor] = []  # of the flat tensor, shaped like what has changed
-        if layers:
-            ddp.parameters_to_ignore.update(
+        if layers and isinstance(wrapped, DistributedDataParallel):
+            wrapped.parameters_to_ignore.update(
                 f"{layer}.{name}".lstrip(".") for layer in layers for name, _ in layers[layer].named_buffers()
             )
-            ddp._assign_modules_buffers()
+            wrapped._assign_modules_buffers()  # type: ignore[no-untyped-call]
 
     def note_forward(self) -> None:
         """Take note of what a training forward has changed. Layers that are frozen by eval() stay as they are."""
         if not self._is_alone:
             self._changed = _running(self._layers)
 
-    def start_average(self, share: float) -> None:
-        """Begin to make what has changed its mean over ranks, each weighted by its share of the samples."""
+    def start_average(self, share: float) -> dist.Work | None:
+        """Begin to make what has changed its mean over ranks, each weighted by its share of the samples.
+
+        Returns what the sums of gradients have to wait for, if anything.
+        """
         changed, self._changed = self._changed, []
         if not changed:
-            return
+            return None
         self._make_room(changed)
         if share > 0:
             torch._foreach_copy_(self._parts, changed)
         else:
             self._flat.zero_()  # 0 x NaN is NaN
-        self._coming = self._sum_weighted(self._flat, share if share > 0 else 1.0), changed
+        work = self._sum_weighted(self._flat, share if share > 0 else 1.0)
+        self._coming = work, changed
+        return work
 
     def _make_room(self, changed: list[torch.Tensor]) -> None:
         """Have a part for each tensor; they are the same in nearly every step, so it is kept."""

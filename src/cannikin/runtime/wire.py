@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from itertools import chain
+from itertools import chain, compress
 from statistics import median
 from typing import Any
 
@@ -30,12 +30,13 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from cannikin.core.noise.estimate import whole_norms
 from cannikin.core.planner import Decision, Noise
-from cannikin.core.values import NO_MAX, FloatArray, Plan, StepWindow
+from cannikin.core.values import NO_MAX, BoolArray, FloatArray, LayerTimes, Plan, StepWindow
 from cannikin.errors import DisagreementError
 from cannikin.runtime.device import DEVICES, Device, HostCopy
 from cannikin.runtime.lookout import Lookout
-from cannikin.runtime.step import BatchEntry, PendingSum, StepInProgress
+from cannikin.runtime.step import BatchEntry, PendingSum, StepInProgress, StepRecord
 
 _log = logging.getLogger("cannikin")
 _c10d: Any = dist.distributed_c10d
@@ -44,8 +45,9 @@ _c10d: Any = dist.distributed_c10d
 _REFUSAL = timedelta(seconds=60)
 
 _LIMIT = timedelta(minutes=30)  # torch's default
-# Of a rank: batches cut ahead of the one in training, and the largest batch that its memory holds.
-_RANK = ("num_ahead", "max_batch")
+# Of a rank: batches cut ahead of the one in training, the largest batch that its memory holds, and of a sharded module
+# how many segments there is room for and whether its collectives hold up the compute.
+_RANK = ("num_ahead", "max_batch", "most_segments", "blocks")
 # Of each of its steps, before the moments of the buckets; g' is the gradient of the step before.
 _STEP = (
     "valid",
@@ -55,19 +57,22 @@ _STEP = (
     "load_s",
     "other_s",
     "local_sqnorm",  # |g_i|^2
-    "global_sqnorm",  # |g|^2 of the buckets whose sum this rank has read
+    "shard_sqnorm",  # |g_i|^2 of this rank's own shard, where Adam's variance is known of that alone
+    "global_sqnorm",  # |g|^2 of the buckets whose sum this rank has read, or of its own shard
     "previous_dot",  # g . g'
     "accumulated",  # batches whose gradients are in g
+    "num_segments",  # of a sharded module, and how many of them come before backward; 0 of others
+    "num_forward",
 )
-
-
-_BUCKET = ("ready_s", "done_s")  # of each of its buckets
+_BUCKET = ("ready_s", "done_s")  # of each of its buckets, or of the segments of backward
+_SEGMENT = ("compute_s", "gather_s", "reduce_s")  # of each of its segments
 
 
 @cache  # making a record type takes as long as sending one
-def _step_type(num_buckets: int) -> np.dtype[np.void]:
+def _step_type(num_buckets: int, most_segments: int) -> np.dtype[np.void]:
     moments = [(name, np.float64, (num_buckets,)) for name in _BUCKET]
-    return np.dtype([*((name, np.float64) for name in _STEP), *moments])
+    durations = [(name, np.float64, (most_segments,)) for name in _SEGMENT] if most_segments else []
+    return np.dtype([*((name, np.float64) for name in _STEP), *moments, *durations])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -106,8 +111,9 @@ def _read_norms(step: StepInProgress, values: Iterator[float]) -> dict[str, floa
     scale, after = [next(values) for _ in _scales(step)] or (1.0, 1.0)
     sample = sum(noted.pop("sample", ()))
     sums = {name: _unscaled(sum(parts), scale) for name, parts in noted.items()}
-    if "local_sqnorm" in sums:
-        sums["local_sqnorm"] *= step.norm_scale
+    for name in ("local_sqnorm", "shard_sqnorm"):
+        if name in sums:
+            sums[name] *= step.norm_scale
     if step.has_norms:
         sums.setdefault("global_sqnorm", 0.0)
     if after < scale or not math.isfinite(sample):
@@ -142,10 +148,13 @@ def encode_steps(
     records = [step.close(device) for step in steps]
     gaps = [record.other_s for record in records if record.valid]
     usual = median(gaps) if gaps else 0.0
-    num_buckets = max([1, *(len(step.ready) for step in steps)])  # 1 where gradients only piled up, under no_sync
+    passage = steps[0].passage
+    most_segments, blocks = (0, False) if passage is None else (passage.most_segments, passage.blocks)
+    # 1 where gradients only piled up, under no_sync.
+    num_buckets = most_segments or max([1, *(len(step.ready) for step in steps)])
     values = iter(measured.read())
-    table = np.full(len(steps), math.nan, dtype=_step_type(num_buckets))
-    is_whole = [len(record.ready_s) == num_buckets for record in records]
+    table = np.full(len(steps), math.nan, dtype=_step_type(num_buckets, most_segments))
+    is_whole = [_is_whole(record, num_buckets, most_segments) for record in records]
     norms = [_read_norms(step, values) for step in steps]
     columns: dict[str, list[Any]] = {
         "valid": [record.valid and whole for record, whole in zip(records, is_whole, strict=True)],
@@ -156,25 +165,57 @@ def encode_steps(
         "before_s": [record.before_s + usual for record in records],
         "load_s": [record.load_s for record in records],
         "other_s": [max(0.0, record.other_s - usual) for record in records],
+        "num_segments": [0 if record.segments is None else len(record.segments.compute_s) for record in records],
+        "num_forward": [0 if record.segments is None else record.segments.num_forward for record in records],
     }
     for name in sorted({name for noted in norms for name in noted}):
         columns[name] = [noted.get(name, math.nan) for noted in norms]
-    not_taken = [math.nan] * num_buckets
-    for name in _BUCKET:
-        moments = zip(records, is_whole, strict=True)
-        columns[name] = [getattr(record, name) if whole else not_taken for record, whole in moments]
     for name, column in columns.items():
         table[name] = column
-    head = np.array([num_ahead, max_batch], dtype=np.float64)
+    for row, record in compress(zip(table, records, strict=True), is_whole):
+        for name in _BUCKET:
+            row[name][: len(record.ready_s)] = getattr(record, name)
+        if record.segments is not None:
+            for name in _SEGMENT:
+                row[name][: len(record.segments.compute_s)] = getattr(record.segments, name)
+            row["compute_s"][0] += usual
+    head = np.array([num_ahead, max_batch, most_segments, blocks], dtype=np.float64)
     return torch.from_numpy(np.concatenate([head, table.view(np.float64)]))
+
+
+def _is_whole(record: StepRecord, num_buckets: int, most_segments: int) -> bool:
+    """Return whether a step has all times: of every bucket, or of its segments, for which there is room."""
+    if not most_segments:
+        return len(record.ready_s) == num_buckets
+    return record.segments is not None and len(record.segments.compute_s) <= most_segments
 
 
 def decode_steps(sent: torch.Tensor, num_steps: int) -> npt.NDArray[Any]:
     """Return what ranks sent of each step, as records with the columns' names, [S, n]."""
-    numbers = sent[:, len(_RANK) :].numpy()
-    num_buckets = (numbers.shape[1] // num_steps - len(_STEP)) // len(_BUCKET)
-    table: npt.NDArray[Any] = np.ascontiguousarray(numbers).view(_step_type(num_buckets)).T
+    numbers, most_segments = sent[:, len(_RANK) :].numpy(), int(sent[0, _RANK.index("most_segments")])
+    of_buckets = numbers.shape[1] // num_steps - len(_STEP) - len(_SEGMENT) * most_segments
+    row = _step_type(of_buckets // len(_BUCKET), most_segments)
+    table: npt.NDArray[Any] = np.ascontiguousarray(numbers).view(row).T
     return table
+
+
+def _layer_times(table: npt.NDArray[Any], valid: BoolArray, *, blocks: bool) -> tuple[LayerTimes | None, BoolArray]:
+    """Return the segments of a sharded module's steps, and which steps have them, [S]; None where none has.
+
+    They are those of the last step that counts: others are of another kind, such as the first one after accumulation.
+    """
+    counts, forwards = table["num_segments"].astype(np.int64), table["num_forward"].astype(np.int64)
+    counted = np.flatnonzero(valid.all(axis=1))
+    if not len(counted):
+        return None, np.zeros(len(table), dtype=np.bool_)
+    num_segments, num_forward = int(counts[counted[-1], 0]), int(forwards[counted[-1], 0])
+    layers = LayerTimes(
+        **{name: table[name][..., :num_segments].copy() for name in _SEGMENT},
+        num_forward=num_forward,
+        ahead=not blocks,
+        in_flight=0 if blocks else 1,
+    )
+    return layers, ((counts == num_segments) & (forwards == num_forward)).all(axis=1)
 
 
 def merge_windows(sent: torch.Tensor, first_step: int, num_steps: int, *, loaded_alone: bool = False) -> Gathered:
@@ -183,23 +224,30 @@ def merge_windows(sent: torch.Tensor, first_step: int, num_steps: int, *, loaded
     A step that does not count keeps its times where it has any: they tell what a new size costs.
     """
     table = decode_steps(sent, num_steps)
-    ahead, max_batch = sent[:, : len(_RANK)].numpy().T
-    valid = table["valid"] == 1
+    ahead, max_batch, most_segments, blocks = sent[:, : len(_RANK)].numpy().T
+    valid, layers = table["valid"] == 1, None
+    num_buckets = table["ready_s"].shape[-1]
+    if most_segments[0]:
+        layers, alike = _layer_times(table, valid, blocks=bool(blocks[0]))
+        valid &= alike[:, None]
+        num_buckets = 1 if layers is None else layers.compute_s.shape[-1] - layers.num_forward
     load_s, other_s = (np.where(valid, table[name], 0.0) for name in ("load_s", "other_s"))
-    parts = table["global_sqnorm"]
+    parts, of_shards = table["global_sqnorm"], table["shard_sqnorm"]
+    batches = np.maximum(table["local_batch"], 1).astype(np.int64)
     window = StepWindow(
         first_step=first_step,
-        local_batches=np.maximum(table["local_batch"], 1).astype(np.int64),
+        local_batches=batches,
         before_s=table["before_s"].copy(),
-        ready_s=table["ready_s"].copy(),
-        done_s=table["done_s"].copy(),
-        local_sqnorm=table["local_sqnorm"].copy(),
+        ready_s=table["ready_s"][..., :num_buckets].copy(),
+        done_s=table["done_s"][..., :num_buckets].copy(),
+        local_sqnorm=np.where(np.isnan(of_shards), table["local_sqnorm"], whole_norms(batches, of_shards, parts)),
         global_sqnorm=np.where(np.isinf(parts).any(axis=1), np.inf, parts.sum(axis=1)),
         valid=valid,
         load_s=np.zeros_like(load_s) if loaded_alone else load_s,
         max_batch=max_batch.astype(np.int64),
         previous_dot=table["previous_dot"][:, 0].copy(),  # only one rank alone takes it
         accumulated=table["accumulated"].max(axis=1).astype(np.int64),
+        layers=layers,
     )
     return Gathered(window=window, load_s=load_s, other_s=other_s, num_ahead=int(ahead.max()))
 

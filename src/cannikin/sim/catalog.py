@@ -22,6 +22,7 @@ _DATA = resources.files("cannikin.sim") / "data"
 _Positive = Annotated[float, limit("above 0, from 1e-9 to 1e9", lambda value: 1e-9 <= value <= 1e9)]
 _Latency = Annotated[float, limit("finite and not negative, at most 1e9", lambda value: 0 <= value <= 1e9)]
 _Share = Annotated[float, limit("above 0 and at most 1", lambda value: 0 < value <= 1)]
+_Part = Annotated[float, limit("above 0 and below 1", lambda value: 0 < value < 1)]
 _Scatter = Annotated[float, limit("from 0 to 0.5", lambda value: 0 <= value <= 0.5)]
 _Count = Annotated[int, limit(f"from 1 to {_MAX_RANKS}", lambda value: 1 <= value <= _MAX_RANKS)]
 
@@ -37,9 +38,14 @@ class TimesSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A kind of GPU; one with `like` has that device's times, with the time per sample divided by `speed`."""
+    """A kind of GPU; one with `like` has that device's times, with the time per sample divided by `speed`.
+
+    `forward_share` is the part of its compute time before backward; that of the device it is like, or else of the
+    workload, where left out.
+    """
 
     memory_gb: _Positive
+    forward_share: _Part | None = None
     jitter: _Scatter = 0.03
     outliers: _Scatter = 0.005
     bucket_jitter: _Scatter = 0.08

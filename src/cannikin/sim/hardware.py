@@ -3,7 +3,7 @@
 Legend: n ranks, J gradient buckets, S steps, b local batch.
 
     t(b)      = (launch^p + (fixed + sample b)^p)^(1/p)      compute: launching kernels, then a device that fills up
-    a, P      forward_share t and (1 - forward_share) t       not lines: a device saturates smoothly
+    a, P      f t and (1 - f) t, f by kind of device            not lines: a device saturates smoothly
     ready_j   like P, but launch and fixed time count by the bucket's share of layers, and samples by its share of
               operations, each share to the power of the device's skew: gamma is not constant, and devices differ
     c_j       = 2 (n-1) (latency + bytes_j / n / bandwidth), both of the slowest link that the ring passes
@@ -15,7 +15,7 @@ outliers, and each rank's speed drifts slowly. A rank's own clock begins with it
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,9 @@ from cannikin.sim.catalog import ClusterSpec, DeviceSpec, NodeSpec, TimesSpec, W
 _OUTLIER_FACTOR = 2.0  # how much longer an outlier takes
 _COMM_JITTER, _COMM_OUTLIERS = 0.05, 0.01  # of each bucket's all-reduce
 _DRIFT, _DRIFT_STEPS = 0.02, 4000.0  # amplitude and period of a rank's speed
+# Measured: the first step at a new batch size took 1.01 to 1.34 of a step, at a known one 1.00 to 1.10 (one H200 over
+# NCCL, benchmarks/reports/2026-11-16-nccl.md). The larger end, which is unkind to whoever changes batches.
+_NEW_SIZE = 0.34
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -89,6 +92,17 @@ class Machine:
     def num_buckets(self) -> int:
         """J."""
         return len(self.bucket_s)
+
+    def with_forward_shares(self, shares: npt.ArrayLike) -> Machine:
+        """Return the same machine with this part of each rank's compute time before backward, [n] or one for all."""
+        forward = np.broadcast_to(np.asarray(shares, dtype=np.float64), (self.num_ranks,))
+        parts = np.stack([forward, 1 - forward])
+        return replace(
+            self,
+            launch_s=parts * self.launch_s.sum(axis=0),
+            fixed_s=parts * self.fixed_s.sum(axis=0),
+            sample_s=parts * self.sample_s.sum(axis=0),
+        )
 
     def compute(self, local_batches: npt.ArrayLike) -> tuple[FloatArray, FloatArray]:
         """Return forward and backward seconds without noise, [..., n] each."""
@@ -164,7 +178,8 @@ def build_machine(cluster: ClusterSpec, name: str, workload: WorkloadSpec) -> Ma
     nodes = [node for node in cluster.node for _ in range(node.count)]
     devices = [_device(cluster, node.device) for node in nodes]
     times = [_times(cluster, node.device, name) for node in nodes]
-    parts = np.array([workload.forward_share, 1 - workload.forward_share])[:, None]
+    forward = np.array([_forward_share(cluster, node.device) or workload.forward_share for node in nodes])
+    parts = np.stack([forward, 1 - forward])
 
     def each(values: list[float], scale: float = 1.0) -> FloatArray:
         return np.array(values, dtype=np.float64) * scale
@@ -184,11 +199,20 @@ def build_machine(cluster: ClusterSpec, name: str, workload: WorkloadSpec) -> Ma
         jitter=each([device.jitter for device in devices]),
         bucket_jitter=each([device.bucket_jitter for device in devices]),
         outliers=each([device.outliers for device in devices]),
+        new_size=_NEW_SIZE,
     )
 
 
 def _device(cluster: ClusterSpec, name: str) -> DeviceSpec:
     return cluster.device.get(name) or known_devices()[name]
+
+
+def _forward_share(cluster: ClusterSpec, device_name: str) -> float | None:
+    """Return a device's own share, or that of the device it is like."""
+    device = _device(cluster, device_name)
+    if device.forward_share is None and device.like:
+        return known_devices()[device.like].forward_share
+    return device.forward_share
 
 
 def _times(cluster: ClusterSpec, device_name: str, workload: str) -> TimesSpec:

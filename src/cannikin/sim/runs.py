@@ -1,7 +1,8 @@
 """Turns names into runs: a policy on a cluster with a workload, as on the command line.
 
-A policy is one of the core's by name, which sees every window as in the runtime. `NAME@epoch` is the same planner that
-sees one window per epoch, as in LB-BSP's own paper.
+A policy is one of the core's by name, which sees every window as in the runtime. `NAME@step` is the same planner that
+plans in every step: so does LB-BSP in its own paper, at iteration boundaries. `NAME@epoch` sees one window per epoch:
+so does LB-BSP as the Cannikin paper runs it.
 """
 
 from __future__ import annotations
@@ -55,11 +56,11 @@ def named_planner(policy: str, job: Job, *, batch_norm: bool = False) -> tuple[P
     """Return the planner of a policy's name, and its pace."""
     name, _, pace = policy.partition("@")
     name = name.replace("_", "-")
-    if name not in POLICIES or pace not in ("", "window", "epoch"):
+    if name not in POLICIES or pace not in ("", "step", "window", "epoch"):
         hint = nearest(name, tuple(POLICIES)) if name not in POLICIES else ""
         raise InvalidInputError(
             f"policy {policy!r} is unknown: {hint}choose one of {', '.join(POLICIES)}; "
-            "with @epoch behind it, it sees one window per epoch"
+            "with @epoch behind it, it sees one window per epoch, with @step every step"
         )
     # Plain DDP learns nothing from windows, and steps are simulated more quickly without them.
     return make_planner(name, job, batch_norm=batch_norm), "epoch" if name == "even" else pace or "window"

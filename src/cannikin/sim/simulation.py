@@ -2,7 +2,8 @@
 
 The core's `Schedule` says how long windows are, in which steps gradient norms are taken, and from which step a plan is
 in force, as in the runtime without worker processes. A planner paced by epochs (`pace="epoch"`) sees the last steps of
-each epoch and nothing else. Epochs are cut as the runtime cuts them, with a short last batch.
+each epoch and nothing else; one paced by steps (`pace="step"`) sees every step, and its plan is in force in the next.
+Epochs are cut as the runtime cuts them, with a short last batch.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from cannikin._version import __version__
 from cannikin.core.cutting import cut, least_local
 from cannikin.core.lr import LR_RULES
 from cannikin.core.planner import Decision, Planner
-from cannikin.core.schedule import IN_FORCE, Schedule, takes_norms
+from cannikin.core.schedule import IN_FORCE, Schedule
 from cannikin.core.values import BoolArray, FloatArray, IntArray, Job, Plan, StepWindow
 from cannikin.errors import InvalidInputError
 from cannikin.runlog import (
@@ -77,7 +78,7 @@ class Simulation:
         planner, job: who plans, and what for; `job.num_samples` ends epochs.
         workload: what steps are worth; None for a run that only takes time, without norms.
         seed: of all noise; the same seed, planner and machine give the same run.
-        pace: "window", or "epoch" for a planner that sees one window per epoch.
+        pace: "window"; "epoch" for a planner that sees one window per epoch, "step" for one that plans in every step.
         lag: steps by which every plan is later, as on devices whose times reach the host that late.
         observers: get the records that the runtime would write, in simulated time.
         on_progress: called with the share of the run that is done, now and then.
@@ -143,13 +144,16 @@ class Simulation:
         while self.progress < goal and self.step < max_steps and self._passes < max_epochs:
             if self.pace == "epoch":
                 self._advance(min(self._steps_before_look(), self._steps_left(max_epochs, max_steps)))
-            window = self._advance(min(self._schedule.window_steps(self.step), self._steps_left(max_epochs, max_steps)))
+            window = self._advance(min(self._window_steps(), self._steps_left(max_epochs, max_steps)))
             if window is not None and self.progress < goal:
                 self._look(window)
             if self._on_progress is not None:
                 done = max(self.progress / goal, self._passes / max_epochs, self.step / max_steps)
                 self._on_progress(min(done, 1.0))
         return self._result(max_epochs)
+
+    def _window_steps(self) -> int:
+        return 1 if self.pace == "step" else self._schedule.window_steps(self.step)
 
     @property
     def _total_batch(self) -> int:
@@ -181,7 +185,7 @@ class Simulation:
             sizes = np.where(batches > 0, batches, _PADDING)
             is_new, slowness = self._new_sizes(sizes) if self.machine.new_size else (batches < 0, None)
             times = self.machine.measure(sizes, self.step, self._rng, slowness)
-            window = self._window(batches, times, ~is_new) if chunk == self._schedule.window_steps(self.step) else None
+            window = self._window(batches, times, ~is_new) if chunk == self._window_steps() else None
             self._account(batches, times.step_s)
         return window
 
@@ -224,20 +228,21 @@ class Simulation:
             passes = samples // self.job.num_samples
             ends = np.flatnonzero(np.diff(passes, prepend=self.samples // self.job.num_samples))
             for end in ends.tolist():
-                self._end_epoch(self.step + end + 1, float(elapsed[end]), float(progress[end]), batches[end])
+                self._end_epoch(self.step + end + 1, float(elapsed[end]), float(progress[end]))
         self.step += count
         self.samples, self.elapsed_s = int(samples[-1]), float(elapsed[-1])
         self.progress = float(progress[count - 1])
 
-    def _end_epoch(self, step: int, elapsed_s: float, progress: float, batches: IntArray) -> None:
+    def _end_epoch(self, step: int, elapsed_s: float, progress: float) -> None:
         first_step, start_s, planner_s = self._epoch_start
+        plan = self._schedule.plan_at(step - 1)  # of which the last batch of an epoch may be a part only
         record = EpochRecord(
             epoch=len(self.epochs) + 1,
             elapsed_s=elapsed_s,
             progress=progress,
             metric=math.nan if self.workload is None else self.workload.metric(progress),
-            total_batch=int(batches.sum()),
-            local_batches=tuple(batches.tolist()),
+            total_batch=plan.total_batch,
+            local_batches=plan.local_batches,
             step_s=(elapsed_s - start_s) / (step - first_step),
             planner_s=self.planner_s - planner_s,
         )
@@ -252,7 +257,7 @@ class Simulation:
         shape = batches.shape
         steps = self.step + np.arange(len(batches))
         local, total = np.full(shape, np.nan), np.full(len(batches), np.nan)
-        taken = np.array([takes_norms(step) for step in steps.tolist()])
+        taken = np.array([self._schedule.takes_norms(step) for step in steps.tolist()])
         if self.workload is not None and taken.any() and shape[1] > 1:
             local[taken], total[taken] = sample_sqnorms(
                 np.maximum(batches[taken], 1), *self.workload.moments(self.progress), self._rng
@@ -271,7 +276,8 @@ class Simulation:
     def _look(self, window: StepWindow) -> None:
         """Show the planner a window, and put its decision on the schedule."""
         start_s, last = time.process_time(), self._schedule.newest
-        decision = self._schedule.decide(self.planner, window, self.step + IN_FORCE + self.lag)
+        delay = 0 if self.pace == "step" else IN_FORCE + self.lag
+        decision = self._schedule.decide(self.planner, window, self.step + delay)
         self.planner_s += time.process_time() - start_s
         plan = decision.plan
         if (plan.local_batches, plan.reason) != (last.local_batches, last.reason):

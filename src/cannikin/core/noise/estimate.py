@@ -120,6 +120,32 @@ def checked_groups(
     return batches, sqnorms, float(global_sqnorm)
 
 
+def whole_norms(batches: npt.ArrayLike, own_sqnorms: npt.ArrayLike, shard_sqnorms: npt.ArrayLike) -> FloatArray:
+    """Return norms |g_i|^2 that tell the same noise as norms of shards do, of which each group knows its own alone.
+
+    Where the preconditioner is sharded, group i knows |g_i|^2 and |g|^2 on the coordinates P_i of its shard. The noise
+    of all shards together is unbiased, and so are these norms, from which every estimator finds that noise:
+
+        N = sum_i (|g_i|^2_Pi - |g|^2_Pi) / (1/b_i - 1/B)        X = sum_i |g|^2_Pi        X_i = X + N (1/b_i - 1/B)
+
+    Args:
+        batches: b_i, samples, [..., n].
+        own_sqnorms: |g_i|^2_Pi, [..., n]; NaN where a group has none, and then none is known of the step.
+        shard_sqnorms: |g|^2_Pi, [..., n]. Of several groups with the same shard both norms are each one's part.
+
+    Example:
+        >>> whole_norms([8, 24], [2.0, 1.25], [1.0, 0.75]).round(3).tolist()
+        [7.25, 2.361]
+    """
+    batches = np.asarray(batches, dtype=np.float64)
+    own, shards = np.asarray(own_sqnorms, dtype=np.float64), np.asarray(shard_sqnorms, dtype=np.float64)
+    spreads = 1 / batches - 1 / batches.sum(axis=-1, keepdims=True)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        noise = ((own - shards) / spreads).sum(axis=-1, keepdims=True)
+        norms: FloatArray = shards.sum(axis=-1, keepdims=True) + noise * spreads
+    return norms
+
+
 def pooled_ends(batches: FloatArray, sqnorms: FloatArray, total_sqnorm: float) -> tuple[float, float, float]:
     """Return S0, D = S1 - S0 and s = sum b_i^2 / B: both ends of the pooled family, for the tracker to blend.
 
@@ -130,9 +156,9 @@ def pooled_ends(batches: FloatArray, sqnorms: FloatArray, total_sqnorm: float) -
     deviations = sqnorms - total_sqnorm
     noise0 = float(batches @ deviations) / (batches.size - 1)
     noise1 = float(squares @ deviations) * total / (total**2 - sum_squares)
-    # With equal batches S1 is S0: their difference is rounding error, from which nothing must be learned.
-    unequal = bool((batches != batches[0]).any())
-    return noise0, noise1 - noise0 if unequal else 0.0, sum_squares / total
+    # With equal batches, and by `whole_norms`, S1 is S0: of their difference, rounding, nothing must be learned.
+    difference, rounding = noise1 - noise0, 1e-10 * total * max(total_sqnorm, float(sqnorms.max()))
+    return noise0, difference if abs(difference) > rounding else 0.0, sum_squares / total
 
 
 @dataclass(kw_only=True)

@@ -17,16 +17,32 @@ import numpy.typing as npt
 
 from cannikin.core.noise.estimate import ControlVariate, NoiseEstimate, checked_groups, fieller_limits, pooled_ends
 from cannikin.core.planner import Noise
-from cannikin.core.values import FloatArray, StepWindow
+from cannikin.core.values import FloatArray, IntArray, StepWindow
 from cannikin.errors import InvalidInputError, StateError
 
 # A norm of 1e35 counts as overflowed; fourth powers of smaller norms stay below the largest float.
 SQNORM_LIMIT = 1e70
 
 
+_NEWER = {"samples_passed", "size_weight", "log_size"}  # names that older states do not have
+
+_SMOOTHING = 0.999  # decay of averages, per B0 samples
+
+# Of the running mean of log X by which steps are made comparable, per step: X scatters far less than G, and the mean
+# must follow a gradient that shrinks by half in a hundred steps.
+_SIZE_DECAY = 0.95
+
+
 @dataclass(kw_only=True)
 class _Averages:
-    """Decayed sums of S and G, and of the differences of successive steps on one split: dS^2/2, dG^2/2, dS dG/2."""
+    """Decayed sums of S and G, and of the differences of successive steps on one split: dS^2/2, dG^2/2, dS dG/2.
+
+    Every step is taken relative to the size that gradients had just before it, exp(mean of log X), so that it counts
+    alike whether gradients are large or have shrunk. Otherwise the first, large ones decide for as long as they are
+    remembered: where |G|^2 fell by half every 200 steps and S every 400, phi came out 12 times too small after 2,000
+    steps, and so 4 times. A step's weight is fixed before the step, so signal and noise stay unbiased. The sums are
+    kept in today's size: where gradients shrink, so do they.
+    """
 
     weight: float = 0.0
     weight_sq: float = 0.0
@@ -39,9 +55,11 @@ class _Averages:
     last_split: list[float] = field(default_factory=list)
     last_noise: float = 0.0
     last_signal: float = 0.0
+    size_weight: float = 0.0
+    log_size: float = 0.0
 
-    def add(self, split: list[float], noise: float, signal: float, decay: float) -> None:
-        share = 1 - decay
+    def add(self, split: list[float], noise: float, signal: float, *, decay: float, share: float) -> None:
+        """Take in one step with this weight, after the earlier ones have decayed."""
         self.weight = decay * self.weight + share
         self.weight_sq = decay**2 * self.weight_sq + share**2
         self.noise = decay * self.noise + share * noise
@@ -53,6 +71,20 @@ class _Averages:
             self.signal_scatter = decay * self.signal_scatter + share * signal_step**2 / 2
             self.joint_scatter = decay * self.joint_scatter + share * noise_step * signal_step / 2
         self.last_split, self.last_noise, self.last_signal = split, noise, signal
+
+    def resize(self, sqnorm: float) -> None:
+        """Take in this step's X, and bring the sums to the size that gradients have now."""
+        if sqnorm <= 0:
+            return
+        self.size_weight, before = _SIZE_DECAY * self.size_weight + 1, self.log_size
+        self.log_size += (math.log(sqnorm) - self.log_size) / self.size_weight
+        if self.size_weight == 1:  # what came before, if anything, is of this size
+            return
+        change = math.exp(self.log_size - before)
+        self.weight, self.noise, self.signal = (change * x for x in (self.weight, self.noise, self.signal))
+        self.noise_scatter, self.signal_scatter, self.joint_scatter = (
+            change**2 * x for x in (self.noise_scatter, self.signal_scatter, self.joint_scatter)
+        )
 
     def limits(self) -> tuple[float, float]:
         if self.weight == 0 or self.scatter_weight == 0:
@@ -70,10 +102,14 @@ class _Averages:
 
 @dataclass(kw_only=True)
 class _Steps:
-    """Counts, and the last gradient of a single group; `previous_batch` is 0 where that gradient is not known."""
+    """Counts, and the last gradient of a single group; `previous_batch` is 0 where that gradient is not known.
+
+    `samples_passed` are those of steps whose norms were not taken, since the last whose were.
+    """
 
     num_taken: int = 0
     num_skipped: int = 0
+    samples_passed: float = 0.0
     paired: bool = False
     previous_batch: float = 0.0
     previous_sqnorm: float = 0.0
@@ -82,8 +118,9 @@ class _Steps:
 class NoiseTracker:
     """Running estimate of the gradient noise scale, with limits, and with weights chosen on the way.
 
-    Averages decay by .999^(B/B0) per step, so by samples rather than steps, and are corrected for their start. Signal
-    and noise are clamped at 0 after averaging, never before. `flags` says where the numbers need care:
+    Averages decay by .999^(B/B0) per step, so by samples rather than steps, whether a step's norms were taken or not,
+    and are corrected for their start. Steps count relative to the gradients' size at their time. Signal and noise are
+    clamped at 0 after averaging, never before. `flags` says where the numbers need care:
 
     - "batch_norm": statistics of each rank's own batch make small batches noisier than in theory; t = 1.
     - "disagreement": the mean of D is over 4 standard errors from 0: small and large groups see unlike noise; t = 1.
@@ -92,6 +129,8 @@ class NoiseTracker:
     Args:
         initial_batch: B0, the total batch at the start, samples.
         batch_norm: whether ranks normalise by statistics of their own batch.
+        smoothing: for AdaptDL's policy, its averages instead of ours: they decay by smoothing^(B/B0) per step, and each
+            step counts in its gradient's own size.
 
     Example:
         >>> tracker = NoiseTracker(initial_batch=32)
@@ -101,11 +140,12 @@ class NoiseTracker:
         (3, 14.34, 1.18)
     """
 
-    def __init__(self, *, initial_batch: int, batch_norm: bool = False) -> None:
+    def __init__(self, *, initial_batch: int, batch_norm: bool = False, smoothing: float | None = None) -> None:
         if not (math.isfinite(initial_batch) and initial_batch >= 1):
             raise InvalidInputError(f"initial_batch={initial_batch}: a batch needs at least 1 sample")
         self._initial_batch = initial_batch
         self._batch_norm = batch_norm
+        self._smoothing, self._is_resized = smoothing or _SMOOTHING, smoothing is None
         self._control, self._averages, self._steps = ControlVariate(), _Averages(), _Steps()
         self._num_batches = 1  # that pile up for one step of the optimizer
 
@@ -175,13 +215,19 @@ class NoiseTracker:
     def observe(self, window: StepWindow) -> None:
         """Take in every step whose norms were taken on all ranks; steps with an infinite norm are counted as skipped.
 
+        Of other steps only the number of samples counts: averages forget by what was trained on, not by what was seen.
+
         Times need not be valid: an overflow mostly makes the optimizer skip its step (GradScaler), and where gradients
         pile up after each has been reduced, it is those of the group's first batch whose norms are taken. One rank
         alone is compared with itself one step before, where both steps are in the window: flagged as biased.
         """
         previous, batches = -1, window.local_batches * window.accumulated[:, None]
         missing = np.isnan(window.local_sqnorm).any(axis=1) | np.isnan(window.global_sqnorm)
-        for s in np.flatnonzero(window.overflowed | ~missing).tolist():
+        totals = window.local_batches.sum(axis=1)
+        for s in range(window.num_steps):
+            if missing[s] and not window.overflowed[s]:
+                self._steps.samples_passed += float(totals[s])
+                continue
             # A step with a negative norm is counted as skipped, like one whose norm is not finite.
             local = np.where(window.local_sqnorm[s] >= 0, window.local_sqnorm[s], np.nan)
             if window.num_ranks > 1:
@@ -281,6 +327,26 @@ class NoiseTracker:
         shares = known.efficiency(self._num_batches * batches, self._num_batches * self._initial_batch)
         return shares if batches.ndim else float(shares)
 
+    def supported(self, total_batches: IntArray, now: int) -> FloatArray:
+        """Return the efficiency of total batches as far as it is certain, for the choice of one.
+
+        Below the present total it is `efficiency`. Above it, a total must be worth it even if phi is at its lower 90%
+        limit: a few noisy steps can put phi anywhere above that, and a total that has grown too far costs samples.
+
+        >>> tracker = NoiseTracker(initial_batch=32)
+        >>> _ = tracker.update([8, 24], [3.0, 2.0], 1.75)  # a single step: no limits yet
+        >>> (tracker.supported(np.array([16, 32, 64]), 32) * [16, 32, 64]).round(1).tolist()
+        [24.4, 32.0, 32.0]
+        """
+        shares: FloatArray = self.efficiency(total_batches)
+        # phi as S with G = 1, or as S = 1 without G where noise drowns the signal for certain.
+        low = self.limits[0]
+        phi = (
+            Noise(noise_trace=1.0, signal_sqnorm=0.0) if low == math.inf else Noise(noise_trace=low, signal_sqnorm=1.0)
+        )
+        sure = phi.efficiency(self._num_batches * np.maximum(total_batches, now), self._num_batches * now)
+        return np.where(total_batches > now, self.efficiency(now) * sure, shares)
+
     @overload
     def gain(self, total_batch: float) -> float: ...
     @overload
@@ -312,15 +378,19 @@ class NoiseTracker:
         return 1.0 if self._batch_norm else self._control.blend(spread)
 
     def _record(self, split: list[float], noise: float, signal: float) -> NoiseEstimate:
-        self._averages.add(split, noise, signal, decay=0.999 ** (sum(split) / self._initial_batch))
-        self._steps.num_taken += 1
+        # What was not seen makes earlier steps older, and this one no weightier.
+        own, passed = (self._smoothing ** (x / self._initial_batch) for x in (sum(split), self._steps.samples_passed))
+        self._averages.add(split, noise, signal, decay=own * passed, share=1 - own)
+        if self._is_resized:
+            self._averages.resize(signal + noise / sum(split))
+        self._steps.num_taken, self._steps.samples_passed = self._steps.num_taken + 1, 0.0
         return NoiseEstimate(signal_sqnorm=signal, noise_trace=noise)
 
 
 def _restored(kind: type[Any], saved: Any) -> Any:
     """Return a `kind` with the saved values, if they have the names, types and signs of a real one's."""
     fresh = vars(kind())
-    if not isinstance(saved, dict) or saved.keys() != fresh.keys():
+    if not isinstance(saved, dict) or not fresh.keys() - _NEWER <= saved.keys() <= fresh.keys():
         raise StateError(f"a NoiseTracker's state needs {', '.join(fresh)}, not {saved!r:.200}")
     for name, value in saved.items():
         if not _fits(value, fresh[name]) or (("num" in name or "weight" in name) and value < 0):

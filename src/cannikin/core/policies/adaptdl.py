@@ -1,12 +1,16 @@
-"""AdaptDL's policy (Pollux, OSDI'21): an even split, and the total batch with the best goodput of equal replicas.
+"""AdaptDL's policy (Pollux, OSDI'21): equal batches, and the total batch with the best goodput of equal replicas.
 
-Legend: n replicas with m = B/n samples each.
+Legend: n replicas with m samples each, m at most what the smallest memory holds.
 
     T_grad(m) = alpha + beta m        T(m) = (T_grad^p + T_sync^p)^(1/p),  1 <= p <= 10
 
-The model is AdaptDL's, fitted to means of the ranks' times: it cannot know that ranks differ, and takes the wait for a
-slow rank for a part of T_sync. The total is chosen once per epoch; the first choice always counts, later ones only
-where goodput grows by more than 5%.
+The model is AdaptDL's, fitted to the times of rank 0, the only one that it profiles: it cannot know that ranks differ,
+and takes the wait for a slow rank for a part of T_sync. The total is chosen once per epoch; the first choice always
+counts, later ones only where goodput grows by more than 5%. Norms are taken in every step. AdaptDL's averages decay by
+.999^(B/B0); its artifact sets .997 by hand for DeepSpeech2 and YOLOv3, which we take for all: DeepSpeech2 on cluster B
+then needs 22.1 instead of 32.8 simulated minutes, CIFAR-10 and BERT as long as before.
+
+Kinder to it than it is: a step has none of the overhead of its hooks, and epochs are passes over the data.
 """
 
 from __future__ import annotations
@@ -19,7 +23,9 @@ from cannikin.core.goodput import TotalChoice, choose_total, total_grid
 from cannikin.core.noise.tracker import NoiseTracker
 from cannikin.core.planner import Decision
 from cannikin.core.policies import plans
-from cannikin.core.values import FloatArray, Job, StepWindow
+from cannikin.core.values import FloatArray, IntArray, Job, StepWindow
+
+SMOOTHING = 0.997  # of the averages of signal and noise, per B0 samples
 
 
 class AdaptdlPlanner:
@@ -27,8 +33,8 @@ class AdaptdlPlanner:
 
     def __init__(self, job: Job, *, batch_norm: bool = False) -> None:
         self._job = job
-        self._noise = NoiseTracker(initial_batch=job.batch_size, batch_norm=batch_norm)
-        self._plan = plans.make_plan(0, plans.even_batches(job, job.batch_size), reason="even split at B0")
+        self._noise = NoiseTracker(initial_batch=job.batch_size, batch_norm=batch_norm, smoothing=SMOOTHING)
+        self._plan = plans.make_plan(0, plans.ddp_batches(job, job.batch_size), reason="even split at B0")
         self._points: dict[int, list[float]] = {}  # total batch -> [steps, sum of T_grad, sum of T]
         self._samples = 0
         self._epoch = 0
@@ -38,17 +44,24 @@ class AdaptdlPlanner:
         """At a new epoch choose the total with the best goodput, evenly split; else keep the plan in force."""
         if window is not None:
             self._observe(window)
-        self._plan = plans.within_bounds(self._plan, job, step)
+        self._hold(job, step)
         choice = self._choose(job, step)
-        return Decision(plan=self._plan, noise=self._noise.summary(), choice=choice, phase="even")
+        return Decision(plan=self._plan, noise=self._noise.summary(), choice=choice, phase="even", norms_always=True)
+
+    def _hold(self, job: Job, step: int) -> None:
+        """Where a memory turns out not to hold its part, give all ranks what it holds, but not less than B0 in all."""
+        most = max(_largest_local(job), -(-job.batch_size // job.num_ranks))
+        if max(self._plan.local_batches) > most:
+            reason = f"the smallest memory holds {most} samples: as many for every rank"
+            self._plan = plans.make_plan(step, (most,) * job.num_ranks, reason=reason)
 
     def _observe(self, window: StepWindow) -> None:
         """Add up compute and step times by total batch, and track the noise scale."""
         for s in np.flatnonzero(window.valid.all(axis=1)):
             point = self._points.setdefault(int(window.local_batches[s].sum()), [0.0, 0.0, 0.0])
             point[0] += 1
-            point[1] += float((window.before_s[s] + window.ready_s[s, :, -1]).mean())
-            point[2] += float(window.interval_s[s].mean())
+            point[1] += float(window.before_s[s, 0] + window.ready_s[s, 0, -1])
+            point[2] += float(window.interval_s[s, 0])
         self._noise.observe(window)
         self._samples += int(window.local_batches.sum())
         self._epoch = self._samples // plans.epoch_samples(self._job)
@@ -61,11 +74,11 @@ class AdaptdlPlanner:
         first = self._decided_epoch == 0
         self._decided_epoch = self._epoch
         now = self._plan.total_batch
-        grid = np.unique(np.append(total_grid(job.batch_size, job.largest_total), now))
+        grid = np.unique(np.append(_equal_totals(job), now))
         step_s = replica_times(self._fit(), grid / job.num_ranks)
         choice = choose_total(grid, step_s, self._noise.efficiency(grid), now, threshold=0.0 if first else 0.05)
         if choice.total_batch != now:
-            batches, reason = plans.even_batches(job, choice.total_batch), choice.reason
+            batches, reason = (choice.total_batch // job.num_ranks,) * job.num_ranks, choice.reason
             predicted_s = float(step_s[grid == choice.total_batch][0])
             if "biased" in self._noise.flags:
                 reason += "; noise scale biased: one rank compares consecutive steps"
@@ -93,6 +106,20 @@ class AdaptdlPlanner:
             self._noise.load_state_dict(state["noise"])
             self._points = {int(total): list(point) for total, *point in state["points"]}
             self._samples, self._epoch, self._decided_epoch = state["counters"]
+
+
+def _largest_local(job: Job) -> int:
+    """Return the largest batch that every rank holds."""
+    return int(job.bounds[1].min())
+
+
+def _equal_totals(job: Job) -> IntArray:
+    """Return AdaptDL's candidates for the total: n times whole local batches, of which every rank holds one."""
+    n = job.num_ranks
+    most = min(job.largest_total // n, _largest_local(job))
+    locals_ = np.minimum(-(-total_grid(job.batch_size, max(job.largest_total, job.batch_size)) // n), most)
+    totals: IntArray = n * np.unique(locals_[n * locals_ >= job.batch_size])
+    return totals
 
 
 def replica_times(fit: tuple[float, float, float, float], local_batch: FloatArray) -> FloatArray:

@@ -27,23 +27,27 @@ from cannikin.core.prior import DataSheet, first_shares
 from cannikin.core.profiles import Profile, load_profiles, profile_caps, save_profiles
 from cannikin.core.saved import number, whole, whole_numbers
 from cannikin.core.sizes import SizeHistory
-from cannikin.core.split import SplitSolver
+from cannikin.core.split import SplitSolver, solver_for
 from cannikin.core.values import NO_MAX, Job, Plan, Split, StepWindow
 from cannikin.errors import InvalidInputError, StateError
 
 # Times are extrapolated only so far from what was measured:
 _TRUST = 2.0  # a rank gets at most this times the largest batch it was measured at,
-_TRUST_DOWN = 8.0  # and at least the smallest one divided by this;
-_GROWTH = 2.0  # the total batch grows by at most this factor at a time
+_TRUST_DOWN = 8.0  # and at least the smallest one divided by this.
+# The total batch doubles at most, or grows by up to `_LEAP` as far as that can lose no more than doubling loses where
+# there is no noise: g times the samples take at most g times as long, so at worst goodput falls with efficiency, by
+# (phi + B)/(phi + g B), which is 1/2 at g = 2 + phi/B.
+_GROWTH, _LEAP = 2.0, 4.0
 # A gain in step time is believed only if it exceeds `_SAME` (against the even split) or `_WORTH` (against the present
 # one: at a new size a GPU has one slow step), and the given multiple of the precision to which a rank's time is known.
 # The best of n noisy times looks 1 to 2 times that precision better than it is: equal ranks stay even.
 _SAME, _EVEN = 0.002, 1.5
 _WORTH, _STAY = 0.005, 0.25
 # A change must also save what it costs over the steps that the plan may live: as many as the cluster has been steady
-# for, and not fewer than `_LEAST_LIFE`. Once a plan has been learned it costs `_RISK` steps more than was measured,
-# since sizes that were never run may suit the devices less.
-_LEAST_LIFE, _RISK = 100, 1.0
+# for, and not fewer than `_LEAST_LIFE`, or `_STEADY_LIFE` while no rank was ever seen to change its speed. Once a plan
+# has been learned it costs `_RISK` steps more than was measured, since sizes that were never run may suit the devices
+# less.
+_LEAST_LIFE, _STEADY_LIFE, _RISK = 100, 300, 1.0
 # A split may be this much slower than the best where that changes fewer batches, or makes them multiples of these.
 _FREE, _UNITS = 0.003, (8, 4, 2, 1)
 _ROUNDS = 3  # solutions of one model, each with the curves near the batches of the one before
@@ -88,18 +92,21 @@ class Controller:
         self._noise.observe(window)
         model = self._learner.model(*job.bounds)
         self._observe_excess(window, model.cluster)
-        in_force = bool((window.local_batches == self._plan.local_batches).all(axis=1).any())
+        in_force = (window.local_batches == self._plan.local_batches).all(axis=1)
         if changes:
             self._last_change = self._steady_since = changes[-1].step
-        choice = self._replan(step, model, job, changes, in_force=in_force)
-        end = window.first_step + window.num_steps
+        before, end = self._plan.total_batch, window.first_step + window.num_steps
+        is_measured = bool((in_force & window.valid.all(axis=1)).any())
+        choice = self._replan(step, model, job, changes, in_force=bool(in_force.any()), is_measured=is_measured)
+        # Windows stay short while the total grows: at B0 a step is worth least, and every window doubles it.
+        steady = self._last_change is None or not self._last_change <= end < self._last_change + _UNSETTLED
         return Decision(
             plan=self._plan,
             noise=self._noise.summary(),
             choice=choice,
             changes=changes,
             even_speed=None if model.cluster is None else even_speed(model.cluster, self._plan.local_batches),
-            settled=self._last_change is None or not self._last_change <= end < self._last_change + _UNSETTLED,
+            settled=steady and self._plan.total_batch <= before,
             phase=self._phase,
         )
 
@@ -167,6 +174,7 @@ class Controller:
         return LearnedCluster(
             ranks=learned_ranks(self._learner, model, devices),
             tails_s=model.cluster.tails_s,
+            layers=model.cluster.layers,
             batch_size=self._job.batch_size,
             max_batch_size=self._job.max_batch_size,
             local_batches=self._plan.local_batches,
@@ -176,11 +184,18 @@ class Controller:
         )
 
     def _replan(
-        self, step: int, model: ModelFit, job: Job, changes: tuple[SpeedChange, ...], *, in_force: bool
+        self,
+        step: int,
+        model: ModelFit,
+        job: Job,
+        changes: tuple[SpeedChange, ...],
+        *,
+        in_force: bool,
+        is_measured: bool,
     ) -> TotalChoice | None:
         """Replace the plan, and return the choice among total batches, if there was one.
 
-        `in_force` is whether a step of the window ran under the plan made last.
+        `in_force` is whether a step of the window ran under the plan made last, `is_measured` whether a valid one did.
         """
         before, self._plan = self._plan, plans.within_bounds(self._plan, job, step)
         if model.cluster is None:
@@ -194,8 +209,11 @@ class Controller:
         elif self._phase == "guess" and not in_force:
             self._plan = replace(self._plan, reason="kept: the guess has not been measured yet")
             return None
-        total_batch, choice, why = self._total(self._solver(model.cluster), job)
-        split = self._best(model, total_batch)
+        total_batch, choice, why = self._total(model.cluster, job, in_force, is_measured)
+        split, growth = self._best(model, total_batch), total_batch / self._plan.total_batch
+        if growth > 1 and (growth > _TRUST or not split.feasible):
+            self._grow(step, model, job, total_batch, why)
+            return choice
         if not split.feasible:
             self._plan = replace(self._plan, reason=f"kept: {split.reason}")
             return choice
@@ -240,7 +258,7 @@ class Controller:
             largest = largest * max(1.0, total_batch / largest.sum())
         least = np.maximum(cluster.min_batch, np.floor(smallest / _TRUST_DOWN).astype(np.int64))
         most = np.minimum(cluster.max_batch, np.ceil(_TRUST * largest).astype(np.int64))
-        return SplitSolver(replace(cluster, min_batch=np.minimum(least, most), max_batch=np.maximum(most, least)))
+        return solver_for(replace(cluster, min_batch=np.minimum(least, most), max_batch=np.maximum(most, least)))
 
     def _guess(self, step: int, cluster: Cluster) -> bool:
         """Plan the second window, to see a second batch size: equal computing times by the prior of `fit`.
@@ -252,7 +270,7 @@ class Controller:
         now, best = self._plan.local_batches, self._solver(cluster).split(self._plan.total_batch)
         if best.feasible and step_time(cluster, now) <= best.step_s * (1 + _WORTH):
             return False
-        alone = replace(cluster, tails_s=np.zeros_like(cluster.tails_s))
+        alone = replace(cluster, tails_s=np.zeros_like(cluster.tails_s), layers=None)
         split = self._solver(alone).split(self._plan.total_batch)
         if not split.feasible or split.local_batches == now:
             return False
@@ -260,6 +278,16 @@ class Controller:
         reason = "; ".join([reason, *_waits(cluster, split.local_batches)])
         self._plan, self._phase = plans.make_plan(step, split.local_batches, reason=reason), "guess"
         return True
+
+    def _grow(self, step: int, model: ModelFit, job: Job, total_batch: int, why: list[str]) -> None:
+        """Plan for a total that is too far from what was measured for its own best split: each rank's share stays."""
+        now, batches = self._plan, plans.even_batches(job, total_batch)
+        if now.local_batches != plans.even_batches(job, now.total_batch):
+            batches = plans.inverse_batches(job, total_batch, 1.0 / np.array(now.local_batches))
+        predicted_s = model.step_s(batches) * float(np.exp(self._excess))
+        reason = "; ".join(["shares as before, until this total has been measured", *why])
+        self._plan = plans.make_plan(step, batches, reason=reason, predicted_step_s=predicted_s)
+        self._steady_since = step
 
     def _settle(
         self, step: int, model: ModelFit, job: Job, best: Split, why: list[str], *, is_first: bool = False
@@ -307,23 +335,39 @@ class Controller:
         age = step - self._steady_since
         # Whether a loader has become faster is found out by small changes, which must not have to wait for large ones.
         risk = _RISK if age > _UNSETTLED and not self._learner.loading.known.any() else 0.0
-        return (self._sizes.change_steps(local_batches) + risk) / max(age, _LEAST_LIFE)
+        least = _STEADY_LIFE if self._last_change is None else _LEAST_LIFE
+        return (self._sizes.change_steps(local_batches) + risk) / max(age, least)
 
     def _many_sizes(self) -> list[str]:
         """Say how many sizes a rank has run where a compiler that does not allow for other sizes may suffer."""
         most = max(self._sizes.num_sizes)
         return [f"rank {self._sizes.num_sizes.index(most)} has run {most} sizes"] if most >= _MANY_SIZES else []
 
-    def _total(self, solver: SplitSolver, job: Job) -> tuple[int, TotalChoice | None, list[str]]:
-        """Choose the total batch with the best goodput within reach, and say why, if it may change at all."""
+    def _total(
+        self, cluster: Cluster, job: Job, in_force: bool, is_measured: bool
+    ) -> tuple[int, TotalChoice | None, list[str]]:
+        """Choose the total batch with the best goodput, or one on the way to it, and say why, if it may change at all.
+
+        Totals are compared over the whole range, though the model is extrapolated there: a total that gains 6% may
+        be four times the present one, and its half only 4%. The way there is gone in steps (`_GROWTH`), each of which
+        must have run before the next. A total is not left for a smaller one before it has been measured.
+        """
         now, noise = self._plan.total_batch, self._noise
         if job.largest_total == job.batch_size:
             return now, None, []
         if noise.num_steps < _NOISE_STEPS:
             return now, None, [f"noise scale not known yet ({noise.num_steps} of {_NOISE_STEPS} steps)"]
-        grid = total_grid(job.batch_size, job.largest_total)
-        grid = np.unique(np.append(grid[grid <= _GROWTH * now], now))
-        choice = choose_total(grid, solver.step_times(grid), noise.efficiency(grid), now)
+        if not in_force:
+            return now, None, [f"total batch {now} has not run yet"]
+        grid = np.unique(np.append(total_grid(job.batch_size, job.largest_total), now))
+        grid = grid if is_measured else grid[grid >= now]
+        step_s = solver_for(cluster).step_times(grid)
+        smallest, largest = self._learner.batch_range()
+        if (smallest == largest).all():
+            # Each rank has run one size, and fixed time cannot be told from time per sample: it is tried once.
+            step_s = np.where(grid > now, step_s[grid == now], step_s)
+        growth = min(_LEAP, _GROWTH + noise.limits[0] / now)
+        choice = choose_total(grid, step_s, noise.supported(grid, now), now, growth=growth)
         noise_scale = f"{noise.noise_scale:.0f}"
         if "biased" in noise.flags:
             noise_scale += " (biased: one rank compares consecutive steps)"
@@ -400,20 +444,24 @@ class Controller:
         Args:
             origins: for each rank of this job, what is known of its device: the number of the saved rank that had it
                 (named a second time, it is another device of the same kind); a profile, as `profiles` returns it; or
-                None, then its data sheet, or else the middle one of the known devices, stands for it. Where left out,
-                ranks go by number; nothing is known of their devices where these are more or fewer than were saved.
+                None, then its data sheet, or else the middle one of the known devices, stands for it; these ranks begin
+                anew, and their first steps may be slow. Where left out, ranks go by number; nothing is known of their
+                devices where these are more or fewer than were saved.
         """
         with plans.restoring("controller"):
             if state.get("version") != 1:
                 raise StateError(f"controller state of version {state.get('version')!r}: this cannikin reads version 1")
             saved, phase, sizes = _saved_plan(state)
             n, num_ranks = len(saved.local_batches), self._job.num_ranks
+            is_same_process = origins is None
             if origins is None:
                 origins = list(range(n)) if n == num_ranks else [None] * num_ranks
             was = _saved_ranks(origins, n, num_ranks)
             learner = Learner(n)
             learner.load_state_dict(state["learner"])
             learner = learner.with_ranks(was)
+            if not is_same_process:
+                learner.num_steps = 0  # its first steps are slow again
             profiles = [origin if isinstance(origin, dict) else None for origin in origins]
             caps = profile_caps(profiles)
             load_profiles(learner, profiles)

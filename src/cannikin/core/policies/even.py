@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from cannikin.core.planner import Decision
-from cannikin.core.policies.plans import even_batches, make_plan
+from cannikin.core.policies.plans import ddp_batches, make_plan
 from cannikin.core.values import Job, StepWindow
 
 
 class EvenPlanner:
-    """The planner behind `policy="even"`."""
+    """The planner behind `policy="even"`; a job whose ranks cannot hold equal batches raises `InfeasibleError`."""
 
     def __init__(self, job: Job) -> None:
-        plan = make_plan(0, even_batches(job, job.batch_size), reason="even split, as plain DDP")
+        plan = make_plan(0, ddp_batches(job, job.batch_size), reason="even split, as plain DDP")
         self._decision = Decision(plan=plan, phase="even")
 
     def decide(self, window: StepWindow | None, job: Job, step: int) -> Decision:

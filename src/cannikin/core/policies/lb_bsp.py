@@ -1,4 +1,9 @@
-"""LB-BSP (SoCC'20) as a policy: move samples from the slowest rank to the fastest."""
+"""LB-BSP (SoCC'20) as a policy: move samples from the slowest rank to the fastest.
+
+Its own paper balances at iteration boundaries, which the simulator has as `lb-bsp@step`. Between real ranks a plan can
+change once per window, of 5 or 10 steps: `lb-bsp`. The Cannikin paper moves once per epoch: `lb-bsp@epoch`. The step of
+5 samples is the Cannikin paper's.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,7 @@ from cannikin.core.values import FloatArray, Job, Plan, StepWindow
 
 
 class LbBspPlanner:
-    """The planner behind `policy="lb-bsp"`: in every window, 5 samples move, while that helps.
+    """The planner behind `policy="lb-bsp"`: with every window, 5 samples move, while that helps.
 
     It looks at compute times only, not at communication, and keeps the total batch. A move helps where the fastest
     rank, with 5 samples more at its present time per sample, still finishes before the slowest does now.
@@ -21,7 +26,7 @@ class LbBspPlanner:
     def __init__(self, job: Job, *, samples_moved: int = 5) -> None:
         self._job = job
         self._samples_moved = samples_moved
-        self._plan = plans.make_plan(0, plans.even_batches(job, job.batch_size), reason="even split to start with")
+        self._plan = plans.make_plan(0, plans.ddp_batches(job, job.batch_size), reason="even split to start with")
 
     def decide(self, window: StepWindow | None, job: Job, step: int) -> Decision:
         """Make one move where the plan made last is in force, or keep that plan."""

@@ -2,17 +2,24 @@
 
 The model is linear without floors, with one gamma for all ranks by inverse-variance weighting, and T_o and T_u by the
 least over ranks (section 4.5). It plans once per epoch, after one epoch of an even split and one of equation 8 (section
-4.2). OptPerf comes from Algorithm 1 with rounding, the noise scale from Theorem 1, the total batch from goodput
-(section 2.2). Where the paper says nothing we choose what suits it best, so that it never gets stuck:
+4.2), which is "for the total batch size for the upcoming epoch": the total may move from the second epoch on. OptPerf
+comes from Algorithm 1 with rounding, the noise scale from Theorem 1 with AdaptDL's averages and norms in every step,
+the total batch from goodput (section 2.2). Where the paper says nothing we choose what suits it best, so that it never
+gets stuck:
 
 - Negative batches are raised to the lower bound, and the others scaled down.
 - A line that is flat or falls with the batch is taken to rise a little, since Algorithm 1's linear system has no
   solution with two flat ranks.
 - If a rank has run one local batch only, half its time counts as fixed, as in AdaptDL.
+
+It differs from the paper in what plans cost, not in which are made: the paper keeps OptPerf of all candidates from one
+epoch to the next (OptPerf_init), starts Algorithm 1 from the last overlap state, and begins anew when that has changed.
+Those caches save solving 50 candidates per epoch, which takes milliseconds here, and could only make its plans older.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,9 +27,10 @@ import numpy as np
 from cannikin.core.fit import pooled_gammas
 from cannikin.core.goodput import TotalChoice, choose_total, total_grid
 from cannikin.core.noise.estimate import noise_scale
-from cannikin.core.perf import Cluster, Curve
+from cannikin.core.perf import Cluster, Curve, step_time
 from cannikin.core.planner import Decision, Noise
 from cannikin.core.policies import plans
+from cannikin.core.policies.adaptdl import SMOOTHING
 from cannikin.core.policies.algorithm1 import algorithm1, round_batches
 from cannikin.core.values import FloatArray, Job, StepWindow
 from cannikin.errors import InvalidInputError
@@ -67,7 +75,7 @@ class PaperPlanner:
         if epoch_over:
             self._num_plans += 1
             choice = self._replan(job, step)
-        return Decision(plan=self._plan, noise=self._known_noise(), choice=choice, phase=self._phase)
+        return Decision(plan=self._plan, noise=self._known_noise(), choice=choice, phase=self._phase, norms_always=True)
 
     def _known_noise(self) -> Noise | None:
         """Return the averages of S and G; None before the first step."""
@@ -115,19 +123,23 @@ class PaperPlanner:
         for s in np.flatnonzero(taken) if window.num_ranks > 1 else ():
             batches = window.local_batches[s] * window.accumulated[s]
             found = noise_scale(batches, window.local_sqnorm[s], float(window.global_sqnorm[s]), estimator="theorem1")
-            keep = 0.999 ** (batches.sum() / self._job.batch_size)
+            keep = SMOOTHING ** (batches.sum() / self._job.batch_size)
             self._noise = keep * self._noise + (1 - keep) * np.array([1.0, found.noise_trace, found.signal_sqnorm])
 
     def _replan(self, job: Job, step: int) -> TotalChoice | None:
         """Plan for the epoch that begins, and return the choice among total batches, if there was one."""
-        total = self._plan.total_batch
+        cluster = self._model(job)
         if self._num_plans == 1:
             table = np.array(self._rows)[-job.num_ranks :]
-            batches = plans.inverse_batches(job, total, (table[:, 3] + table[:, 4]) / table[:, 2])
-            self._plan, self._phase = plans.make_plan(step, batches, reason="second epoch: equation 8"), "inverse"
-            return None
-        cluster = self._model(job)
-        total, choice = self._total(cluster, job)
+            sample_s = (table[:, 3] + table[:, 4]) / table[:, 2]
+            total, choice = self._total(
+                job, lambda total: step_time(cluster, plans.inverse_batches(job, total, sample_s))
+            )
+            batches = plans.inverse_batches(job, total, sample_s)
+            reason = "second epoch: equation 8" + ("" if choice is None else f"; {choice.reason}")
+            self._plan, self._phase = plans.make_plan(step, batches, reason=reason), "inverse"
+            return choice
+        total, choice = self._total(job, lambda total: algorithm1(cluster, total).step_s)
         result = algorithm1(cluster, total)
         if not result.local_batches:
             self._plan = plans.make_plan(step, self._plan.local_batches, reason=f"kept: {result.reason}")
@@ -167,14 +179,14 @@ class PaperPlanner:
             max_batch=high,
         )
 
-    def _total(self, cluster: Cluster, job: Job) -> tuple[int, TotalChoice | None]:
-        """Choose the total batch with the best goodput, by Algorithm 1's own times."""
+    def _total(self, job: Job, step_s_of: Callable[[int], float]) -> tuple[int, TotalChoice | None]:
+        """Choose the total batch with the best goodput, by the times that this method expects of each."""
         now = min(max(self._plan.total_batch, job.batch_size), job.largest_total)  # rounding may have moved it
         noise = self._known_noise()
         if job.largest_total == job.batch_size or noise is None:
             return now, None
         grid = np.unique(np.append(total_grid(job.batch_size, job.largest_total), now))
-        step_s = np.array([algorithm1(cluster, int(total)).step_s for total in grid])
+        step_s = np.array([step_s_of(int(total)) for total in grid])
         efficiency = noise.efficiency(self._num_batches * grid, self._num_batches * job.batch_size)
         choice = choose_total(grid, step_s, efficiency, now)
         return choice.total_batch, choice

@@ -13,7 +13,7 @@ from cannikin.core.perf import Cluster, Curve
 from cannikin.core.saved import LONG_S, number, whole, whole_numbers
 from cannikin.core.split import optimal_split
 from cannikin.core.values import NO_MAX, FloatArray, IntArray, Job, Plan, StepWindow
-from cannikin.errors import StateError
+from cannikin.errors import InfeasibleError, StateError
 
 
 def make_plan(step: int, local_batches: tuple[int, ...], *, reason: str, predicted_step_s: float | None = None) -> Plan:
@@ -33,8 +33,33 @@ def epoch_samples(job: Job) -> int:
 
 
 def even_batches(job: Job, total_batch: int) -> tuple[int, ...]:
-    """Return the split of plain DDP: B//n each, the first B mod n ranks one more, as far as the bounds allow."""
+    """Return B//n each, the first B mod n ranks one more, as far as the bounds allow: a split to begin with.
+
+    Where the bounds bind it is not even; `ddp_batches` is, or says that there is none.
+    """
     return inverse_batches(job, total_batch, np.ones(job.num_ranks))
+
+
+def ddp_batches(job: Job, total_batch: int) -> tuple[int, ...]:
+    """Return the split of plain DDP: B//n each, the first B mod n ranks one more, or the local batches that are set.
+
+    Raises:
+        InfeasibleError: a rank cannot hold its part, or must have more.
+    """
+    low, high = job.bounds
+    if (low == high).all():
+        return tuple(low.tolist())
+    least, more = divmod(total_batch, job.num_ranks)
+    even = least + (np.arange(job.num_ranks) < more)
+    wrong = np.flatnonzero((even < low) | (even > high))
+    if len(wrong):
+        rank = int(wrong[0])
+        allowed = f"at most {high[rank]}" if even[rank] > high[rank] else f"at least {low[rank]}"
+        raise InfeasibleError(
+            f"an even split of {total_batch} gives rank {rank} {even[rank]} samples, and it may have {allowed}: plain "
+            f'DDP cannot train with this total batch; change batch_size, or let policy="cannikin" split it'
+        )
+    return tuple(even.tolist())
 
 
 def inverse_batches(job: Job, total_batch: int, sample_s: FloatArray) -> tuple[int, ...]:

@@ -1,0 +1,48 @@
+"""Simulated clusters beyond the catalogue's: other networks, other ratios of forward to backward, a sweep of speeds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+
+from cannikin.sim.catalog import ClusterSpec, DeviceSpec, LinkSpec, NodeSpec, load_cluster_spec
+from cannikin.sim.hardware import Machine, build_machine
+from cannikin.sim.workload import find_workload
+
+ONE_SHARE = 1 / 3  # of forward, on every device: backward has two products for each of forward's
+# The least share of forward that was measured anywhere, and the largest (.40) with an optimizer's step on top.
+SHARE_RANGE = (0.19, 0.45)
+NUM_DRAWS = 10
+_SWEEP_RANKS = 16
+
+
+def machine_at(cluster: str, workload: str, bandwidth_gbit: float | None = None) -> Machine:
+    """Return a cluster that runs a workload, with another bandwidth between servers where one is given."""
+    spec = load_cluster_spec(cluster)
+    if bandwidth_gbit is not None:
+        spec = msgspec.structs.replace(spec, link=msgspec.structs.replace(spec.link, bandwidth_gbit=bandwidth_gbit))
+    return build_machine(spec, workload, find_workload(workload).spec)
+
+
+def drawn_shares(machine: Machine, seed: int) -> Iterator[Machine]:
+    """Return the machine with shares of forward drawn for each kind of device from the whole range, draw by draw.
+
+    There is none where all devices are of one kind.
+    """
+    kinds, kind_of = np.unique(machine.names, return_inverse=True)
+    if len(kinds) == 1:
+        return
+    for draw in range(NUM_DRAWS):
+        shares = np.random.default_rng([seed, draw]).uniform(*SHARE_RANGE, len(kinds))
+        yield machine.with_forward_shares(shares[kind_of])
+
+
+def unlike_ranks(workload: str, slowest: float) -> Machine:
+    """Return 16 ranks like an RTX 6000 whose times per sample grow evenly up to `slowest` times the first one's."""
+    factors = np.linspace(1.0, slowest, _SWEEP_RANKS).tolist()
+    kinds = {f"k{rank}": DeviceSpec(memory_gb=24.0, like="rtx6000", speed=1 / f) for rank, f in enumerate(factors)}
+    nodes = [NodeSpec(device=kind) for kind in kinds]
+    spec = ClusterSpec(link=LinkSpec(bandwidth_gbit=10.0), node=nodes, device=kinds)
+    return build_machine(spec, workload, find_workload(workload).spec)

@@ -1,0 +1,34 @@
+"""The best fixed total batch of a policy that does not choose one: what a person who tried many would train with."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from benchmarks.paper.optimum import even_limit, expected_s, lb_bsp_split
+from cannikin.core.goodput import total_grid
+from cannikin.core.policies.plans import even_batches
+from cannikin.core.values import Job
+from cannikin.sim.hardware import Machine
+from cannikin.sim.workload import Workload
+
+_PLACES = 2000  # of the progress at which a step's worth is looked up
+
+
+def steps_to_target(workload: Workload, total_batch: int) -> float:
+    """Return how many steps of this total reach the target, by the simulator's own rule of what a step is worth."""
+    ends = np.linspace(0.0, workload.target_progress, _PLACES + 1)
+    middles = (ends[1:] + ends[:-1]) / 2
+    return float((np.diff(ends) / workload.gains(np.full(_PLACES, total_batch), middles)).sum())
+
+
+def best_totals(machine: Machine, workload: Workload, job: Job, policy: str, num: int) -> list[int]:
+    """Return the `num` fixed totals with the least time to the target without noise, the best first.
+
+    Candidates are 50 totals from the initial one to the largest of which the same batch fits into every memory: DDP has
+    no other split, and LB-BSP starts from it.
+    """
+    found = []
+    for total in total_grid(job.batch_size, even_limit(machine, job)).tolist():
+        split = np.array(even_batches(job, total)) if policy == "even" else lb_bsp_split(machine, job, total)
+        found.append((steps_to_target(workload, total) * float(expected_s(machine, split)), total))
+    return [total for _, total in sorted(found)[:num]]

@@ -1,0 +1,145 @@
+"""The pages of whole trainings: minutes to the target, what unlike devices allow, curves, and total batch by epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from benchmarks import drawing
+from benchmarks.paper import published
+from benchmarks.paper.cells import BEST, LINKED, OTHERS
+from benchmarks.paper.convergence import TRAINED
+from benchmarks.paper.tables import Page, below, mean_of, of_seeds, table
+from cannikin.sim.catalog import workload_names
+
+_LEGEND = (
+    "Simulated minutes to the target; behind `@best` the total that was best of 50. "
+    "`ddp@best` and `lb-bsp@best` keep the best fixed total batch for the whole run, found in this simulator."
+)
+
+
+def cluster_b(cells: dict[str, Any]) -> Page:
+    """Return the page of cluster B: the paper's overall figure, curves, and total batch by epoch."""
+    text, plots = _overall(cells, "overall", "Simulated time to target, cluster B", tuple(TRAINED))
+    text += f"\n\nPaper: time to target up to {below(published.TIME_BELOW)}, all at B0."
+    for workload in ("cifar10", "imagenet"):
+        runs = {p: of_seeds(cells, workload, p)[0] for p in TRAINED if of_seeds(cells, workload, p)}
+        series = {p: [(e[1] / 3600, e[2]) for e in run["epochs"]] for p, run in runs.items()}
+        title = f"Simulated: {workload}, cluster B"
+        plots[f"curve-{workload}.svg"] = drawing.lines(title, "hours", "metric", series)
+    return "\n\n".join([text, _curves(cells), *_batches(cells, plots)]), plots
+
+
+def cluster_a(cells: dict[str, Any]) -> Page:
+    """Return the page of cluster A."""
+    return _overall(cells, "cluster-a", "Simulated time to target, cluster A (A5000, A4000, P4000)", OTHERS)
+
+
+def cluster_c(cells: dict[str, Any]) -> Page:
+    """Return the page of cluster C."""
+    heading = "Simulated time to target, cluster C (16 RTX 6000, shares from 1 to 1/4)"
+    return _overall(cells, "cluster-c", heading, OTHERS)
+
+
+def one_share(cells: dict[str, Any]) -> Page:
+    """Return the page of cluster B where all devices have one ratio of forward to backward."""
+    heading = "Simulated time to target, cluster B, forward a third of compute time on every device"
+    text, _ = _overall(cells, "one-share", heading, BEST)
+    return text, {}
+
+
+def links(cells: dict[str, Any]) -> Page:
+    """Return the page on other bandwidths than the assumed 10 Gbit/s."""
+    text = ["## Simulated time to target, cluster B, other bandwidths", "", "The paper does not state its network."]
+    rows = []
+    for gbit in sorted({name.split("/")[0] for name in cells}, key=float):
+        for workload in LINKED:
+            rows.append([gbit, workload, *_row(cells, OTHERS, gbit, workload)])
+    text += ["", _LEGEND, "", table(["Gbit/s", "workload", *_headers(OTHERS)], rows)]
+    return "\n".join(text), {}
+
+
+def _headers(policies: Sequence[str]) -> list[str]:
+    rivals = [policy for policy in policies if policy != "cannikin"]
+    return [*policies, *(f"ours over {p}" for p in rivals), "even / best split", "ours over what that allows"]
+
+
+def _row(cells: dict[str, Any], policies: Sequence[str], *key: str) -> list[str]:
+    """Return minutes under each policy, ours over each, and how far ours is from what unlike devices allow."""
+    times = {p: mean_of(cells, "elapsed_s", *key, p) for p in policies}
+    row = []
+    for policy, seconds in times.items():
+        runs = of_seeds(cells, *key, policy)
+        total = f" ({runs[0]['total_batch']:,})" if policy.endswith("@best") else ""
+        missed = "" if all(run["reached"] for run in runs) else ", target missed"
+        row.append(f"{seconds / 60:.2f}{total}{missed}")
+    row += [f"{times['cannikin'] / times[p] - 1:+.1%}" for p in policies if p != "cannikin"]
+    bound = mean_of(cells, "bound", *key, "ddp@best")
+    return [*row, f"{bound:.3f}", f"{times['cannikin'] * bound / times['ddp@best'] - 1:+.1%}"]
+
+
+def _overall(cells: dict[str, Any], name: str, heading: str, policies: Sequence[str]) -> Page:
+    workloads = [w for w in workload_names() if of_seeds(cells, w, "cannikin")]
+    rows = [[workload, *_row(cells, policies, workload)] for workload in workloads]
+    passes = [
+        [
+            workload,
+            *(f"{mean_of(cells, 'num_epochs', workload, p):.1f}" for p in policies),
+            *(f"{of_seeds(cells, workload, p)[0]['total_batch']:,}" for p in policies),
+        ]
+        for workload in workloads
+    ]
+    text = [
+        f"## {heading}",
+        "",
+        _LEGEND,
+        "",
+        table(["workload", *_headers(policies)], rows),
+        "",
+        "`even / best split` is the bound: the even split's step time over the best one's at `ddp@best`'s total, so "
+        "all that unlike devices allow to gain on it at that total; the last column is ours over `ddp@best` "
+        "divided by it.",
+        "",
+        "Passes over the data, and the last total batch:",
+        "",
+        table(["workload", *(f"passes {p}" for p in policies), *(f"last B {p}" for p in policies)], passes),
+    ]
+    times = {p: [mean_of(cells, "elapsed_s", w, p) for w in workloads] for p in policies}
+    share = {p: [t / best for t, best in zip(times[p], times["ddp@best"], strict=True)] for p in policies}
+    shown = {p: values for p, values in share.items() if not p.endswith("@B0")}  # these are up to 300 times as high
+    return "\n".join(text), {f"{name}.svg": drawing.bars(heading, "time to target over ddp@best", workloads, shown)}
+
+
+def _curves(cells: dict[str, Any]) -> str:
+    """Return when each policy reached which accuracy."""
+    text = ["### Convergence curves", "", "Simulated minutes until the metric is first reached (`curve-*.svg`)."]
+    for workload, levels in (("cifar10", (0.8, 0.9, 0.92, 0.94)), ("imagenet", (0.4, 0.6, 0.7, 0.74))):
+        rows = []
+        for policy in TRAINED:
+            runs = of_seeds(cells, workload, policy)
+            if runs:
+                found = [next((e[1] / 60 for e in runs[0]["epochs"] if e[2] >= level), None) for level in levels]
+                rows.append([policy, *("-" if minutes is None else f"{minutes:.1f}" for minutes in found)])
+        text += ["", table([workload, *(f"{level:.0%}" for level in levels)], rows)]
+    return "\n".join(text)
+
+
+def _batches(cells: dict[str, Any], plots: dict[str, str]) -> Iterator[str]:
+    """Return total batch and accuracy by epoch of CIFAR-10, and plot them."""
+    runs = {
+        p: of_seeds(cells, "cifar10", p)[0] for p in ("adaptdl", "paper", "cannikin") if of_seeds(cells, "cifar10", p)
+    }
+    totals = {p: [(e[0], e[3]) for e in run["epochs"]] for p, run in runs.items()}
+    metrics = {p: [(e[0], e[2]) for e in run["epochs"]] for p, run in runs.items()}
+    title = "Simulated: CIFAR-10, cluster B"
+    plots["cifar10-total-batch.svg"] = drawing.lines(title, "epoch", "total batch", totals)
+    plots["cifar10-accuracy.svg"] = drawing.lines(title, "epoch", "top-1 accuracy", metrics)
+    rows = []
+    for epoch in (1, 2, 3, 5, 10, 20, 40, 60, 80, 100, 140):
+        row = [str(epoch)]
+        for run in runs.values():
+            near = [e for e in run["epochs"] if e[0] <= epoch]
+            over = run["epochs"][-1][0] < epoch
+            row.append("ended" if over else f"{near[-1][3]:,} / {near[-1][2]:.3f}" if near else "-")
+        rows.append(row)
+    yield "\n".join(["### Total batch and accuracy by epoch, CIFAR-10, simulated", "", table(["epoch", *runs], rows)])

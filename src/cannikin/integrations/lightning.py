@@ -1,0 +1,401 @@
+"""Lightning's Trainer and Fabric with a batch of its own for every rank: cannikin's plans under Lightning's loops.
+
+    import cannikin.integrations.lightning
+    trainer = L.Trainer(strategy="cannikin", devices=2)
+
+or, with settings, `strategy=CannikinStrategy(local_batches=[48, 16])`. LightningModule, DataModule and DataLoader stay
+as they are. The strategy is Lightning's DDP and a few things more, each in a method that Lightning calls anyway:
+
+    setup                       the DDP module and its optimizer exist: an engine is attached to them
+    process_dataloader          the training DataLoader is taken apart, and a HeteroDataLoader stands in its place
+    training_step, reduce       a mean over ranks that is logged in a step is the mean over samples
+    save_ and load_checkpoint   what was learned, and the place in the data, are saved with the rest
+
+Lightning reads a loader's length once. A fixed total batch gives one, and with it all that Lightning does by steps; a
+total that grows gives none, and Lightning then asks for every batch one step ahead, so as to know which is the last.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from cannikin.core.cutting import num_steps
+from cannikin.core.values import Plan
+from cannikin.errors import InvalidInputError
+from cannikin.runtime.engine import Engine
+from cannikin.runtime.loader import HeteroDataLoader
+from cannikin.runtime.options import DrawOptions, Options, check_names
+from cannikin.runtime.parallel import attach
+from cannikin.runtime.update import by_progress
+from cannikin.trackers import ScalarObserver
+
+_KEY, _PLACE_KEY = "cannikin", "cannikin_loader"  # of a checkpoint; the first is the strategy's name, too
+_OF_LOADERS = (*DrawOptions.__annotations__, "seed", "item_count", "sharded")
+_OF_ENGINES = tuple(name for name in Options.__annotations__ if name not in ("follows", "loader", "grad_scaler"))
+_COMM_HOOK = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
+
+
+class CannikinStrategy(DDPStrategy):
+    """Lightning's DDP with unequal local batches, pinned or adapted to the ranks' speeds.
+
+        trainer = L.Trainer(strategy=CannikinStrategy(max_batch_size=512, local_bounds=(2, 256)), devices=2)
+
+    `batch_size` of the training DataLoader is a rank's on average, as under DDP: the total batch is that times the
+    number of ranks, or the sum of `local_batches`. Loaders for validation, test and prediction are left to Lightning.
+
+    Args:
+        max_batch_size, local_batches, local_bounds, seed, item_count, sharded: as of `HeteroDataLoader`.
+        policy, weighting, lr_rule, warmup_steps, comm_wrapper, observers, run_dir, profiles, batch_dim: see `Options`.
+        **options: all other keywords are DDPStrategy's, such as `find_unused_parameters` and `process_group_backend`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        own, lightnings = (*_OF_LOADERS, *_OF_ENGINES), inspect.signature(DDPStrategy).parameters
+        check_names("CannikinStrategy", (*own, *lightnings), DistributedDataParallel, options)
+        for name in _COMM_HOOK:
+            if options.get(name) is not None:
+                raise InvalidInputError(
+                    f"{name}=: DDP has one communication hook, which weights gradients here; to compress them pass "
+                    "comm_wrapper=fp16_compress_wrapper or bf16_compress_wrapper"
+                )
+        super().__init__(**{name: value for name, value in options.items() if name not in own})
+        self._loader_options, self._engine_options = _parted(options)
+        self._saved: dict[str, Any] | None = None  # a checkpoint's state, until there is an engine to take it
+        self._saved_place: dict[str, Any] | None = None  # and its loader's
+        self._in_step = False
+        self._shown: Plan | None = None  # the plan that the progress bar's total was last computed for
+        self.engine: Engine | None = None
+        self.loader: TrainLoader | None = None
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Wrap the module as DDPStrategy does, and attach an engine to it where it is to be trained."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            self._saved = self._saved_place = None
+            super().setup(trainer)
+            return
+        self._refuse(trainer)
+        self.engine = self.loader = self._shown = None
+        super().setup(trainer)
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        observers = [*self._engine_options.get("observers", ()), ScalarObserver(_Loggers(trainer), with_step=False)]
+        options = {**self._engine_options, "observers": observers}
+        assert isinstance(self.model, DistributedDataParallel)
+        self.engine = attach(self.model, self.optimizers[0], grad_scaler=scaler, **options)
+        saved, self._saved = self._saved, None
+        if saved is not None:
+            self.engine.load_state_dict(saved)
+        if self._loader_options.get("max_batch_size") is not None and trainer.max_steps == -1:
+            self._schedule_by_progress(self.engine)
+        if self.loader is not None:  # configure_optimizers() has asked how many steps there will be
+            self.loader.bind(self.engine)
+            if self._saved_place is not None:  # Lightning gives it only to loaders that it makes after this
+                self.loader.load_state_dict(self._saved_place)
+        self._saved_place = None
+
+    def _schedule_by_progress(self, engine: Engine) -> None:
+        """Let schedulers that count steps count those that training is worth at the initial batch.
+
+        Not so where `max_steps` says how many there will be, which schedules are then written for.
+        """
+        for each in self.lr_scheduler_configs:
+            if each.interval == "step" and not each.reduce_on_plateau:
+                each.scheduler = by_progress(each.scheduler, engine)  # type: ignore[assignment]
+
+    def _refuse(self, trainer: pl.Trainer) -> None:
+        """Refuse what cannot be honoured."""
+        assert self.lightning_module is not None
+        if not self.lightning_module.automatic_optimization:
+            raise InvalidInputError(
+                "automatic_optimization=False: Lightning then runs backward inside of DDP's forward, where gradients "
+                "cannot be weighted; use automatic optimization, or Fabric with cannikin.integrations.lightning.setup"
+            )
+        if getattr(trainer, "reload_dataloaders_every_n_epochs", 0):  # set, but not declared
+            raise InvalidInputError(
+                "reload_dataloaders_every_n_epochs: one loader feeds the model from the first step to the last; leave "
+                "it at 0, and let the dataset change what its indices stand for"
+            )
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Put a loader of unequal batches in the place of the training DataLoader, and leave others alone."""
+        assert self.lightning_module is not None
+        if not self.lightning_module.trainer.training:
+            return super().process_dataloader(dataloader)
+        if self.loader is not None:
+            raise InvalidInputError(
+                "several training DataLoaders: a step has one batch, which the plan cuts; put the datasets into one "
+                "(ConcatDataset, StackDataset) or into one collate_fn"
+            )
+        loader = _like(dataloader, self.world_size, self.global_rank, self._loader_options)
+        self.loader = TrainLoader(loader, grows=_grows(loader, self._loader_options))
+        if self.engine is not None:
+            self.loader.bind(self.engine)
+        return self.loader
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's training step, in which means over ranks are means over samples."""
+        self._in_step = self.engine is not None
+        try:
+            return super().training_step(*args, **kwargs)
+        finally:
+            self._in_step = False
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over ranks; in a training step its mean is weighted by local batches.
+
+        So `self.log(..., sync_dist=True)` logs what one process with the whole batch would. At the end of an epoch
+        Lightning divides sums by counts of samples, whose mean must not be rounded down to an integer.
+        """
+        averages = isinstance(tensor, torch.Tensor) and str(reduce_op).lower() in ("mean", "avg")
+        if averages and not tensor.is_floating_point():
+            tensor = tensor.double()
+        if averages and self._in_step and group is None and self.engine is not None:
+            return self.engine.weighted_mean(tensor)
+        return super().reduce(tensor, group, reduce_op)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Tell the progress bar how many batches the epoch has under the plan in force, where that changes."""
+        super().on_train_batch_start(batch, batch_idx)
+        if self.engine is None or self.loader is None or not self.loader.grows:
+            return
+        plan = self.engine.plan
+        if plan is None or (plan is self._shown and batch_idx):
+            return
+        self._shown = plan
+        assert self.lightning_module is not None
+        _show_total(self.lightning_module.trainer, batch_idx + self.loader.num_left(plan.total_batch))
+
+    def on_train_end(self) -> None:
+        """End the last pass, and say in the run log that the training is over."""
+        super().on_train_end()
+        if self.engine is not None and self.loader is not None:
+            self.loader.finish()
+            self.engine.close()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Say in a note what to do, where a step ran out of memory or lost a rank."""
+        super().on_exception(exception)
+        if self.engine is not None:
+            self.engine.explain(exception)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save what was learned, and the place in the data, with the rest."""
+        if self.engine is not None and self.loader is not None:
+            checkpoint[_KEY], checkpoint[_PLACE_KEY] = self.engine.state_dict(), self.loader.state_dict()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load a checkpoint, of which the engine that is not there yet will have its part."""
+        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        self._saved, self._saved_place = checkpoint.get(_KEY), checkpoint.get(_PLACE_KEY)
+        return checkpoint
+
+
+StrategyRegistry.register(_KEY, CannikinStrategy, description="DDP with unequal local batches", override=True)
+
+
+class TrainLoader:
+    """A HeteroDataLoader as Lightning reads one: of a length that holds for every epoch, or of none.
+
+    Args:
+        loader: whose batches they are, without a model yet.
+        grows: whether the total batch may.
+    """
+
+    def __init__(self, loader: HeteroDataLoader, *, grows: bool) -> None:
+        self.loader = loader
+        self._is_bound = False
+        self._length = sized_len(loader)  # of a whole epoch, while it has no model
+        self.grows = grows and self._length is not None
+
+    def bind(self, engine: Engine) -> None:
+        """Give the loader the engine that trains on it."""
+        self.loader.bind(engine)
+        self._is_bound = True
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._is_bound:
+            raise InvalidInputError(
+                "trainer.estimated_stepping_batches, with a total batch that may grow or data without a length: the "
+                "number of steps is not known beforehand; set max_steps with max_epochs=-1, leave max_batch_size out, "
+                "or write the number of steps at the initial batch"
+            )
+        self.finish()
+        yield from self.loader
+
+    def finish(self) -> None:
+        """End the pass underway: Lightning counts batches, and does not ask for the end."""
+        self.loader.finish()
+
+    def __len__(self) -> int:
+        if self.grows or self._length is None:
+            raise TypeError("the total batch may grow, or the data has no length: the number of batches is not known")
+        return self._length
+
+    def num_left(self, total_batch: int) -> int:
+        """Return the batches of this epoch that have not been trained on, at this total batch."""
+        remaining = len(self.loader.sampler) - self.loader.state_dict()["position"]
+        return num_steps(remaining, total_batch, drop_last=self.loader.drop_last)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where in the data training is."""
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self.loader.load_state_dict(state)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what a DataLoader would say of itself: its dataset, its sampler, its settings."""
+        if name == "loader":  # not there yet, as in a copy
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+
+def _show_total(trainer: pl.Trainer, num_batches: int) -> None:
+    """Give one of Lightning's progress bars the number of batches of this epoch."""
+    bar = trainer.progress_bar_callback
+    if isinstance(bar, TQDMProgressBar) and bar.is_enabled:
+        bar.train_progress_bar.total = num_batches
+    elif isinstance(bar, RichProgressBar) and bar.progress is not None and bar.train_progress_bar_id is not None:
+        bar.progress.update(bar.train_progress_bar_id, total=num_batches)
+
+
+class _Loggers:
+    """The loggers of a Trainer as one: they get the run's numbers every few seconds, at the optimizer's step."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+
+    def log_metrics(self, metrics: dict[str, float]) -> None:
+        for logger in self._trainer.loggers:
+            logger.log_metrics(metrics, step=self._trainer.global_step)
+
+
+def _parted(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Part the keywords of loaders from those of engines."""
+    loader = {name: options[name] for name in _OF_LOADERS if name in options}
+    return loader, {name: options[name] for name in _OF_ENGINES if name in options}
+
+
+def _grows(loader: HeteroDataLoader, options: Mapping[str, Any]) -> bool:
+    """Return whether the total batch may grow."""
+    largest = options.get("max_batch_size")
+    return largest is not None and largest > loader.batch_size
+
+
+def _like(given: object, num_ranks: int, rank: int, options: Mapping[str, Any]) -> HeteroDataLoader:
+    """Return a loader of unequal batches in the place of one of Lightning's users, without a model yet."""
+    if not isinstance(given, DataLoader):
+        raise InvalidInputError(
+            f"the training data comes from a {type(given).__name__}: give a torch.utils.data.DataLoader, of which the "
+            "plan can cut batches of any size"
+        )
+    sampler = given.sampler
+    if isinstance(sampler, DistributedSampler) and type(sampler) is not DistributedSampler:
+        raise InvalidInputError(
+            f"the training sampler is a {type(sampler).__name__}: where Lightning has put it around yours, pass "
+            "Trainer(use_distributed_sampler=False), and your sampler gives the order over all ranks"
+        )
+    options = dict(options)
+    seeds_workers = os.environ.get("PL_SEED_WORKERS", "0") != "0" and not isinstance(given.dataset, IterableDataset)
+    if seeds_workers and given.worker_init_fn is None:  # seed_everything(workers=True)
+        options["worker_init_fn"] = partial(pl_worker_init_function, rank=rank)
+    pinned, total = options.get("local_batches"), None
+    if pinned is not None:
+        total = sum(pinned)
+        if given.batch_size is not None and given.batch_size * num_ranks != total and rank == 0:
+            warnings.warn(
+                f"the DataLoader's batch_size={given.batch_size} is ignored: local_batches={list(pinned)} says how "
+                f"many samples each rank gets, {total} together",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+    elif given.batch_size is not None:
+        total = given.batch_size * num_ranks
+    return HeteroDataLoader.like(given, batch_size=total, **options)
+
+
+# Fabric.
+
+
+class FabricLoader:
+    """A HeteroDataLoader whose batches are on Fabric's device; `engine` is the model's.
+
+    Args:
+        fabric: whose device it is.
+        loader: whose batches they are.
+        engine: the adaptive side of the model.
+    """
+
+    def __init__(self, fabric: Fabric, loader: HeteroDataLoader, engine: Engine) -> None:
+        self.loader = loader
+        self.engine = engine
+        self._fabric = fabric
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._fabric.to_device, self.loader)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the HeteroDataLoader says of itself: its dataset, its sampler, its settings."""
+        if name == "loader":  # not there yet, as in a copy
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where in the data training is, and what was learned, as `fabric.save` takes it."""
+        return {"loader": self.loader.state_dict(), "engine": self.engine.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned, as `fabric.load` does."""
+        self.engine.load_state_dict(state["engine"])
+        self.loader.load_state_dict(state["loader"])
+
+
+def setup(
+    fabric: Fabric, module: torch.nn.Module, optimizer: torch.optim.Optimizer, loader: Any, **options: Any
+) -> tuple[Any, Any, FabricLoader]:
+    """Set a model, its optimizer and its training loader up, in place of `fabric.setup` and `fabric.setup_dataloaders`.
+
+        model, optimizer, loader = cannikin.integrations.lightning.setup(fabric, net, optimizer, loader)
+
+    Put the loader into `fabric.save` and `fabric.load`: its state has the place in the data and all that was learned.
+
+    Args:
+        fabric: with `strategy="ddp"`, launched.
+        module: the network.
+        optimizer: of its parameters.
+        loader: the training DataLoader as it is for one process; its batch_size is a rank's on average.
+        **options: as of `CannikinStrategy`, without those of DDP.
+    """
+    check_names("setup", (*_OF_LOADERS, *_OF_ENGINES), None, options)
+    model, optimizer = fabric.setup(module, optimizer)
+    ddp = next((part for part in model.modules() if isinstance(part, DistributedDataParallel)), None)
+    if ddp is None:
+        raise InvalidInputError(
+            f"Fabric's {type(fabric.strategy).__name__} makes no DistributedDataParallel: pass Fabric(strategy='ddp')"
+        )
+    of_loader, of_engine = _parted(options)
+    scaler = getattr(fabric.strategy.precision, "scaler", None)
+    engine = attach(ddp, getattr(optimizer, "optimizer", optimizer), grad_scaler=scaler, **of_engine)
+    ours = _like(loader, engine.world_size, engine.rank, of_loader)
+    ours.bind(engine)
+    return model, optimizer, FabricLoader(fabric, ours, engine)
