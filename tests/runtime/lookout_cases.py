@@ -50,6 +50,15 @@ class Slow(torch.utils.data.Dataset):
         return torch.ones(4)
 
 
+class Fatal(nn.Linear):
+    """Kills its process in DDP's constructor, which asks every module this."""
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return []
+
+
 def train(
     rank: int, world_size: int, port: int, fault: Callable[[int, Any], None], steps: int = 24, *, after: bool = False
 ) -> dict[str, Any]:
@@ -57,15 +66,7 @@ def train(
 
     With `after`, it comes after the step, and the model has a buffer, which DDP's next forward sends to all ranks.
     """
-    os.environ["CANNIKIN_PATIENCE_S"] = str(PATIENCE_S)
-    words = Words()
-    logging.getLogger("cannikin").addHandler(words)
-    dist.destroy_process_group()
-    limit = timedelta(seconds=LIMIT_S)
-    store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
-    pids: list[Any] = [None] * world_size
-    dist.all_gather_object(pids, os.getpid())
+    words, pids = _meet(rank, world_size, port)
     net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
     if after:
         net.register_buffer("scale", torch.ones(1))
@@ -98,6 +99,49 @@ def train(
     if error is not None:
         dist.destroy_process_group()  # nobody will come to a last barrier
     return {"said": words.said, "error": error, "took_s": took_s}
+
+
+def _meet(rank: int, world_size: int, port: int) -> tuple[Words, list[Any]]:
+    """Make a group with a short limit; what will be said, and the ranks' processes."""
+    os.environ["CANNIKIN_PATIENCE_S"] = str(PATIENCE_S)
+    words = Words()
+    logging.getLogger("cannikin").addHandler(words)
+    dist.destroy_process_group()
+    limit = timedelta(seconds=LIMIT_S)
+    store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+    pids: list[Any] = [None] * world_size
+    dist.all_gather_object(pids, os.getpid())
+    return words, pids
+
+
+def make_a_model(rank: int, world_size: int, port: int, fault: Callable[[int], nn.Module]) -> dict[str, Any]:
+    """Make a model out of what the fault leaves; what was said, and the error."""
+    words, _ = _meet(rank, world_size, port)
+    error = None
+    net = fault(rank)
+    try:
+        HeteroDataParallel(net, torch.optim.SGD(net.parameters(), lr=0.01))
+    except RuntimeError as caught:
+        error = "\n".join([str(caught), *getattr(caught, "__notes__", ())])
+        dist.destroy_process_group()
+    return {"said": words.said, "error": error}
+
+
+def die_before_the_model(who: int, rank: int) -> nn.Module:
+    if rank == who:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return nn.Linear(4, 2)
+
+
+def die_in_ddps_constructor(who: int, rank: int) -> nn.Module:
+    return (Fatal if rank == who else nn.Linear)(4, 2)
+
+
+def come_late(who: int, rank: int) -> nn.Module:
+    if rank == who:
+        time.sleep(1.6 * PATIENCE_S)
+    return nn.Linear(4, 2)
 
 
 def is_stopped(pid: int) -> bool:

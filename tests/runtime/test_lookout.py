@@ -11,7 +11,7 @@ import pytest
 from lookout_cases import AT_STEP, LIMIT_S
 from ranks import run_ranks, run_ranks_with_errors
 
-from cannikin.core.absence import BEFORE, Phase, Place, Sighting, awaited, lost, missing, waiting
+from cannikin.core.absence import BEFORE, NOT_COME, Phase, Place, Sighting, awaited, lost, missing, waiting
 from cannikin.errors import InvalidInputError
 from cannikin.runtime.lookout import patience_s
 
@@ -54,6 +54,12 @@ def test_a_rank_whose_program_has_ended_in_order_is_missed_only_where_it_was_not
 
 def test_a_rank_that_has_let_go_of_a_model_is_not_missed_by_one_that_still_has_it():
     assert missing(HERE, {1: Sighting(place=BEFORE, end="let go", silent_s=99.0)}, 10.0) == {}
+
+
+def test_a_rank_that_has_not_come_to_its_model_is_missed_once_there_was_time_for_it():
+    assert missing(BEFORE, {1: Sighting(place=NOT_COME, silent_s=9.0)}, 10.0) == {}
+    (told,) = missing(BEFORE, {1: Sighting(place=NOT_COME, silent_s=11.0)}, 10.0).values()
+    assert "it has not come to its model" in told
 
 
 def test_a_rank_that_ends_by_another_ones_fault_names_that_one_instead():
@@ -106,9 +112,8 @@ def test_a_loaders_worker_that_collects_a_model_of_its_rank_leaves_the_ranks_gro
 # Real ranks
 
 
-def survivors(who: int, fault, **options) -> list[dict]:
-    train = partial(lookout_cases.train, **options)
-    answers = run_ranks_with_errors(train, 3, free_port(), partial(fault, who), timeout_s=50)
+def survivors(who: int, fault, run=lookout_cases.train, **options) -> list[dict]:
+    answers = run_ranks_with_errors(partial(run, **options), 3, free_port(), partial(fault, who), timeout_s=50)
     others = [answers[rank] for rank in range(3) if rank != who]
     assert [kind for kind, _ in others] == ["ok", "ok"], others
     return [told for _, told in others]
@@ -137,6 +142,21 @@ def test_an_error_out_of_ddps_own_forward_names_the_rank_too():
     for told in survivors(1, lookout_cases.die, after=True):
         assert "has lost rank 1 " in told["error"]
         assert "start again from the last checkpoint" in told["error"]
+
+
+@ranks
+@pytest.mark.parametrize("fault", [lookout_cases.die_before_the_model, lookout_cases.die_in_ddps_constructor])
+def test_a_rank_that_dies_while_all_make_their_model_is_named(fault):
+    for told in survivors(1, fault, lookout_cases.make_a_model):
+        assert "has lost rank 1 " in told["error"]
+        assert "start again from the last checkpoint" in told["error"]
+
+
+@ranks
+def test_a_rank_that_comes_late_to_its_model_is_named_and_waited_for():
+    told = run_ranks(lookout_cases.make_a_model, 2, free_port(), partial(lookout_cases.come_late, 1), timeout_s=50)
+    assert [what["error"] for what in told] == [None, None]
+    assert re.search(r"rank 0 .* waits for rank 1 \(.*has not come to its model", told[0]["said"][0])
 
 
 @ranks

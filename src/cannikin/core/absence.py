@@ -58,6 +58,7 @@ class Place:
 
 
 BEFORE = Place(-1, Phase.AFTER)
+NOT_COME = Place(-2, Phase.AFTER)  # of a rank that has not begun to make its model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +104,9 @@ def _told(place: Place, seen: Sighting, silence_s: float) -> str | None:
         return f"its program has ended with an error {seen.place}"
     if seen.end:
         return f"its program has ended {seen.place}" if seen.place < place else None
+    if seen.place == NOT_COME:
+        not_come = "it has not come to its model: its program has ended, or is still at something before"
+        return not_come if seen.silent_s >= silence_s else None
     if seen.silent_s >= silence_s:
         gone = "its process or its host has stopped"
         return f"it has not been heard of for {seen.silent_s:.0f} s, when it was {seen.place}: {gone}"

@@ -71,10 +71,17 @@ class Engine:
     Args:
         module: under DDP or `fully_shard`, before its first training step and without collectives of its own.
         optimizer: the one that steps its parameters, or several that step together.
+        exchange: of the ranks, where the module was made after it.
         **options: see `Options`.
     """
 
-    def __init__(self, module: torch.nn.Module, optimizer: OneOrMore, **options: Unpack[Options]) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer: OneOrMore,
+        exchange: Exchange | None = None,
+        **options: Unpack[Options],
+    ) -> None:
         check_names("attach", Options.__annotations__, None, options)
         net = network(module)
         optimizers = check_model(net, optimizer, options.get("policy"))
@@ -100,7 +107,7 @@ class Engine:
         self.device = find_device(next(net.parameters()).device)
         self._update = Update(optimizers, rules, self.device, net.parameters())
         self._reducer = _make_reducer(module, self.device, self._update, options.get("comm_wrapper"))
-        self._exchange = Exchange(self._reducer.group)
+        self._exchange = Exchange(self._reducer.group) if exchange is None else exchange
         self._recorder = Recorder(options.get("observers", ()), options.get("run_dir"), active=self._exchange.rank == 0)
         self._profile_key = model_key(net, scaled=scaler is not None, sharded=net is module)
         self._store = ProfileStore(profiles, self._profile_key) if profiles is not None and self.rank == 0 else None
@@ -136,8 +143,10 @@ class Engine:
     def _look_out(self) -> None:
         """Look out for missing ranks, and give threads and sockets back once nothing trains any more."""
         lookout = self._exchange.lookout
-        if not self._follows:  # the model that it follows looks out for both
-            lookout.begin(self.loop)
+        if self._follows:  # the model that it follows looks out for both
+            lookout.close()
+        else:
+            lookout.follow(self.loop)
             self._reducer.name_missing = lookout.name_missing
             when_gone(self.loop, lookout.close)
         # Not at the end of the program: there the system does so, and ranks may still wait for each other.

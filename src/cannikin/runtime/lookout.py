@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cannikin.core.absence import BEFORE, Phase, Place, Sighting, awaited, lost, missing, waiting
+from cannikin.core.absence import BEFORE, NOT_COME, Phase, Place, Sighting, awaited, lost, missing, waiting
 from cannikin.errors import InvalidInputError, RankLostError
 
 if TYPE_CHECKING:  # a loop waits by way of `wire`, which has a lookout
@@ -87,7 +87,7 @@ class Lookout:
         self._patience_s = patience_s()
         self._beat_s = max(_BEAT_S, world_size / 200)  # hundreds of ranks share one store
         self._beat_s = min(self._beat_s, self._patience_s / 8) or _BEAT_S
-        self._store = store
+        self._store = _connection_of_its_own(store)  # who waits for a key lets nobody else on its connection
         self._thread_id = threading.get_ident()
         self._loop: weakref.ref[Loop] | None = None
         self._closed = threading.Event()
@@ -103,21 +103,21 @@ class Lookout:
         self._error: str | None = None
         self._lost: tuple[int, ...] = ()
         if world_size > 1 and self._patience_s > 0:
-            self._tell()  # before anybody may read: a key that is not there would be waited for
+            self._tell()
+            self._voice = threading.Thread(target=self._watch, name="cannikin-lookout", daemon=True)
+            self._voice.start()
 
-    def begin(self, loop: Loop) -> None:
-        """Watch over this loop, until it is gone or `close`."""
-        if self._num_beats == 0:
+    def follow(self, loop: Loop) -> None:
+        """Say how far this loop has come, until it is gone or `close`; before, a rank is before its first step."""
+        if self._voice is None:
             return
-        self._loop, self._moved_s = weakref.ref(loop), time.monotonic()
+        self._moved_s, self._loop = time.monotonic(), weakref.ref(loop)
         atexit.unregister(_note_ending)
         atexit.register(_note_ending)  # what is registered last is called first: before this lookout is closed
-        self._voice = threading.Thread(target=self._watch, name="cannikin-lookout", daemon=True)
-        self._voice.start()
 
     def close(self) -> None:
         """Tell the others how this rank's program ends, or that it has let go of the model, and end the threads."""
-        if self._voice is None:
+        if self._voice is None or self._closed.is_set():
             return
         error = getattr(sys, "last_value", None)  # what nobody caught, where the program comes to its end by it
         if _is_of_collective(error) and self._error is None and (told := self.explain()) is not None:
@@ -158,11 +158,13 @@ class Lookout:
         while True:
             absent = missing(self._place, self._sightings(), silence_s=4 * self._beat_s)
             absent.pop(self._rank, None)  # which others may miss
-            if time.monotonic() > deadline_s or any("alive" not in told for told in absent.values()):
+            gone = {rank: told for rank, told in absent.items() if "alive" not in told}
+            if gone or time.monotonic() > deadline_s:
                 break
             time.sleep(self._beat_s / 4)
-        if absent and self._error is None:
-            self._error, self._lost = lost(self._rank, self._place, absent), tuple(absent)
+        at_fault = gone or absent  # who is alive and behind waits for those who are gone, as this rank does
+        if at_fault and self._error is None:
+            self._error, self._lost = lost(self._rank, self._place, at_fault), tuple(at_fault)
             if self._rank == 0:
                 time.sleep(2 * self._beat_s)  # the others read from it whom it has lost, as it may hold the store
         return self._error
@@ -171,11 +173,13 @@ class Lookout:
 
     def _watch(self) -> None:
         while not self._closed.wait(self._beat_s):
-            loop = None if self._loop is None else self._loop()
-            if loop is None:
-                return
-            place, now_s = place_of(loop, is_meeting=self.is_meeting), time.monotonic()
-            del loop
+            place, now_s = BEFORE, time.monotonic()
+            if self._loop is not None:
+                loop = self._loop()
+                if loop is None:
+                    return
+                place = place_of(loop, is_meeting=self.is_meeting)
+                del loop
             if place != self._place:
                 self._move(place, now_s)
             try:
@@ -227,6 +231,9 @@ class Lookout:
         began_s = self._read_s
         found = {}
         for rank, (words, changed_s) in list(self._heard.items()):
+            if not words:
+                found[rank] = Sighting(place=NOT_COME, silent_s=now_s - changed_s)
+                continue
             _, step, phase, num_buckets, end, line, others = json.loads(words)
             place = Place(step, Phase(phase), num_buckets)
             silent_s = 0.0 if began_s is not None else now_s - changed_s
@@ -248,18 +255,23 @@ class Lookout:
         place = self._place
         with suppress(RuntimeError):
             self._read_s = time.monotonic()
-            store = self._store.clone() if hasattr(self._store, "clone") else self._store  # a connection of its own
+            store = _connection_of_its_own(self._store)
             while place == self._place and not self._closed.wait(0.0):
                 self._read_s = time.monotonic()
                 for rank in range(self._world_size):
                     if rank != self._rank:
-                        self._hear(rank, store.get(self._key(rank)).decode())
+                        key = self._key(rank)  # a key that is not there would be waited for
+                        self._hear(rank, store.get(key).decode() if store.check([key]) else "")
                 self._read_s = None
                 self._closed.wait(self._beat_s / 2)
 
     def _hear(self, rank: int, words: str) -> None:
         if rank not in self._heard or self._heard[rank][0] != words:
             self._heard[rank] = words, time.monotonic()
+
+
+def _connection_of_its_own(store: Any) -> Any:
+    return store.clone() if hasattr(store, "clone") else store
 
 
 def _note_ending() -> None:

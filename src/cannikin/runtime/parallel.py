@@ -18,6 +18,7 @@ from cannikin.runtime.drawing import Draws
 from cannikin.runtime.engine import Engine
 from cannikin.runtime.options import DdpOptions, DrawOptions, OneOrMore, Options, check_model, check_names
 from cannikin.runtime.sharded import sharded
+from cannikin.runtime.wire import Exchange
 
 _log = logging.getLogger("cannikin")
 
@@ -35,6 +36,15 @@ def ensure_process_group(device: torch.device) -> None:
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
+
+
+def _group_of(ddp_kwargs: dict[str, Any]) -> Any:
+    """Return the group in which DDP will reduce gradients."""
+    mesh = ddp_kwargs.get("device_mesh")
+    if mesh is not None:
+        return mesh.get_group(mesh_dim=0)
+    group = ddp_kwargs.get("process_group")
+    return dist.distributed_c10d._get_default_group() if group is None else group
 
 
 class HeteroDataParallel(DistributedDataParallel):
@@ -55,9 +65,14 @@ class HeteroDataParallel(DistributedDataParallel):
         check_names("HeteroDataParallel", own, DistributedDataParallel, options)
         ensure_process_group(next(module.parameters()).device)
         ddp_kwargs: Any = {name: value for name, value in options.items() if name not in own}
-        super().__init__(module, **ddp_kwargs)
+        exchange = Exchange(_group_of(ddp_kwargs))  # looks out for ranks that DDP's constructor would wait for
+        try:
+            super().__init__(module, **ddp_kwargs)
+        except RuntimeError as error:
+            exchange.lookout.note_missing(error)
+            raise
         ours: Any = {name: value for name, value in options.items() if name in own}
-        self.engine = Engine(self, optimizer, **ours)
+        self.engine = Engine(self, optimizer, exchange, **ours)
         if self.engine.rank == 0:
             _log.info("%s; %s", self.engine.weighting_reason, self.engine.lr_reason)
 

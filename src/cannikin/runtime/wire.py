@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -333,8 +333,10 @@ class Exchange:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         number = store.add(f"cannikin-models-{self.rank}", 1)  # the same on every rank: all make the same models
         store = _c10d.PrefixStore(f"cannikin-{number}", store)
-        self._group = _c10d.ProcessGroupGloo(store, self.rank, self.world_size, limit)
         self.lookout = Lookout(store, self.rank, self.world_size, limit)
+        when_gone(self, self.lookout.close)
+        with self._naming_missing():
+            self._group = _c10d.ProcessGroupGloo(store, self.rank, self.world_size, limit)
         self._gathering: tuple[Any, torch.Tensor] | None = None
         self._broadcasting: tuple[Any, torch.Tensor] | None = None
         self._summing: list[Any] = []
@@ -391,12 +393,19 @@ class Exchange:
         """Wait for a collective, within `limit`, or else the group's own; an error names the rank that is missing."""
         self.lookout.is_meeting = True
         try:
-            work.wait() if limit is None else work.wait(limit)
+            with self._naming_missing():
+                work.wait() if limit is None else work.wait(limit)
+        finally:
+            self.lookout.is_meeting = False
+
+    @contextmanager
+    def _naming_missing(self) -> Iterator[None]:
+        """Let the error of a collective in this block name the rank that is missing."""
+        try:
+            yield
         except RuntimeError as error:
             self.lookout.name_missing(error)
             raise
-        finally:
-            self.lookout.is_meeting = False
 
     def destroy(self) -> None:
         """Give the group's threads and sockets back; a thread does, where ranks still wait for something in it."""
