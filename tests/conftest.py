@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +17,9 @@ from cannikin.lab.mechanisms.mps import CONTROL, start_daemon
 
 settings.register_profile("cannikin", deadline=None)  # how long a case takes says nothing on a shared machine
 settings.load_profile("cannikin")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # begun behind a shell's `&`: the tests of Ctrl-C need it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 GOLDENS = Path(__file__).parent / "goldens"
 _REWRITE = "--rewrite-goldens"
