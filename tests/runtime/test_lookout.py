@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
+from datetime import timedelta
 from functools import partial
 
 import lookout_cases
 import pytest
 from lookout_cases import AT_STEP, LIMIT_S
 from ranks import run_ranks, run_ranks_with_errors
+from torch.distributed import TCPStore
 
 from cannikin.core.absence import BEFORE, NOT_COME, Phase, Place, Sighting, awaited, lost, missing, waiting
 from cannikin.errors import InvalidInputError
-from cannikin.runtime.lookout import patience_s
+from cannikin.runtime.lookout import Lookout, patience_s
 
 ranks = pytest.mark.xdist_group("ranks")
 HERE = Place(31, Phase.BACKWARD, 2)
@@ -96,6 +99,14 @@ def test_a_patience_that_is_no_number_of_seconds_is_refused(monkeypatch, text):
     monkeypatch.setenv("CANNIKIN_PATIENCE_S", text)
     with pytest.raises(InvalidInputError, match="CANNIKIN_PATIENCE_S"):
         patience_s()
+
+
+def test_a_rank_tells_whom_it_has_lost_before_it_ends_by_it():
+    store = TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
+    lookout = Lookout(store, rank=1, world_size=2, limit=timedelta(seconds=60))
+    assert "has lost rank 0 " in str(lookout.explain())  # which never comes
+    assert json.loads(store.get("cannikin-lookout-1"))[-1] == [0]
+    lookout.close()
 
 
 @ranks

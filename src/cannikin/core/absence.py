@@ -140,9 +140,9 @@ def awaited(rank: int, place: Place, stuck_s: float, line: str, others: Mapping[
 
 def lost(rank: int, place: Place, absent: Mapping[int, str]) -> str:
     """Return what the error says that ends a rank whose collective has failed."""
-    told = _each(absent)
+    told, those = _each(absent), "that rank" if len(absent) == 1 else "those ranks"
     return (
-        f"rank {rank}, {place}, has lost {_ranks(absent)} ({told}). The cause is in the output of that rank: look "
+        f"rank {rank}, {place}, has lost {_ranks(absent)} ({told}). The cause is in the output of {those}: look "
         f"there first, then {RESTART}"
     )
 

@@ -165,8 +165,10 @@ class Lookout:
         at_fault = gone or absent  # who is alive and behind waits for those who are gone, as this rank does
         if at_fault and self._error is None:
             self._error, self._lost = lost(self._rank, self._place, at_fault), tuple(at_fault)
+            with suppress(RuntimeError):  # the store is gone, and with it those who might have read
+                self._tell()  # at once: this rank may be gone before its next beat, and would be blamed as well
             if self._rank == 0:
-                time.sleep(2 * self._beat_s)  # the others read from it whom it has lost, as it may hold the store
+                time.sleep(self._beat_s)  # the others read from it whom it has lost, as it may hold the store
         return self._error
 
     # The thread that speaks. It never waits for the store: writing a key does not.
