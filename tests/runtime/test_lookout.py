@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+import time
 from datetime import timedelta
 from functools import partial
 
@@ -106,6 +107,23 @@ def test_a_rank_tells_whom_it_has_lost_before_it_ends_by_it():
     lookout = Lookout(store, rank=1, world_size=2, limit=timedelta(seconds=60))
     assert "has lost rank 0 " in str(lookout.explain())  # which never comes
     assert json.loads(store.get("cannikin-lookout-1"))[-1] == [0]
+    lookout.close()
+
+
+def test_a_rank_that_goes_on_before_it_has_read_anything_does_not_miss_who_holds_the_store():
+    class Slow(TCPStore):
+        def clone(self) -> Slow:
+            for each in made:
+                each._place = HERE  # this rank has gone on when the connection stands
+            return self
+
+    made: list[Lookout] = []
+    store = Slow("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
+    lookout = Lookout(store, rank=1, world_size=2, limit=timedelta(seconds=60))
+    made.append(lookout)
+    lookout._listen()
+    time.sleep(3 * lookout._beat_s)
+    assert lookout._sightings() == {}
     lookout.close()
 
 

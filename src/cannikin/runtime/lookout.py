@@ -168,7 +168,7 @@ class Lookout:
             with suppress(RuntimeError):  # the store is gone, and with it those who might have read
                 self._tell()  # at once: this rank may be gone before its next beat, and would be blamed as well
             if self._rank == 0:
-                time.sleep(self._beat_s)  # the others read from it whom it has lost, as it may hold the store
+                time.sleep(2 * self._beat_s)  # the others read from it whom it has lost, as it may hold the store
         return self._error
 
     # The thread that speaks. It never waits for the store: writing a key does not.
@@ -266,6 +266,7 @@ class Lookout:
                         self._hear(rank, store.get(key).decode() if store.check([key]) else "")
                 self._read_s = None
                 self._closed.wait(self._beat_s / 2)
+            self._read_s = None  # also where this rank went on before anything was read
 
     def _hear(self, rank: int, words: str) -> None:
         if rank not in self._heard or self._heard[rank][0] != words:
