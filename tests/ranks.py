@@ -29,13 +29,13 @@ def _work(rank: int, world_size: int, store: str, results: Any, function: Callab
     torch.set_num_threads(1)
     try:
         if world_size > 0:
-            dist.init_process_group(
-                "gloo",
-                store=dist.FileStore(store, world_size),
-                rank=rank,
-                world_size=world_size,
-                timeout=timedelta(seconds=20),
-            )
+            try:
+                _connect(rank, world_size, store)
+            except RuntimeError as error:
+                results.put((rank, "unconnected", f"{type(error).__name__}: {error}"))
+                results.close()
+                results.join_thread()
+                os._exit(0)
         results.put((rank, "ok", function(rank, world_size, *args)))
         if dist.is_initialized():
             dist.barrier()
@@ -45,6 +45,20 @@ def _work(rank: int, world_size: int, store: str, results: Any, function: Callab
     results.join_thread()
     # torch's gloo threads now and then abort an orderly exit (plain DDP does so too): leave without it.
     os._exit(0)
+
+
+def _connect(rank: int, world_size: int, store: str) -> None:
+    """Join the process group, and leave no rank to begin before all are in it."""
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=20),
+    )
+    dist.barrier()
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:
@@ -63,7 +77,19 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
 def run_ranks_with_errors(
     function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0
 ) -> dict[int, tuple[str, Any]]:
-    """As `run_ranks`, but returns {rank: ("ok" | "error" | "died" | "late", result or words)} and does not raise."""
+    """As `run_ranks`, but returns {rank: ("ok" | "error" | "died" | "late", result or words)} and does not raise.
+
+    Gloo's own sockets may fail to connect ("Connection closed by peer", seen once on a busy machine). No rank has begun
+    `function` then, and the ranks are launched once more.
+    """
+    answers = _launched(function, world_size, args, timeout_s)
+    if any(kind == "unconnected" for kind, _ in answers.values()):
+        answers = _launched(function, world_size, args, timeout_s)
+    return answers
+
+
+def _launched(function: Callable[..., Any], world_size: int, args: Any, timeout_s: float) -> dict[int, tuple[str, Any]]:
+    """Launch every rank, and return what became of each within the time limit."""
     answers: dict[int, tuple[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         results = _context.Queue()
@@ -79,6 +105,8 @@ def run_ranks_with_errors(
             try:
                 rank, kind, answer = results.get(timeout=0.1)
                 answers[rank] = (kind, answer)
+                if kind == "unconnected":
+                    deadline = time.monotonic()
             except queue.Empty:
                 for rank, process in enumerate(processes):
                     if rank not in answers and process.exitcode not in (None, 0):
