@@ -1,8 +1,8 @@
 """How near cannikin comes to the best split on CPU ranks of the lab: `python -m benchmarks lab_limit`.
 
-Three ranks of speed 1, 1/2 and 1/4, in three regimes. In each ours trains from an even start; then the step times of a
-grid of splits are measured in turns, and the best few again beside ours, LB-BSP's and plain DDP's. A second launch
-slows rank 0 to half in mid-run. Prints one table a regime, and keeps every figure as JSON lines under --out.
+Three ranks of unlike speeds, in five regimes. In each ours trains from an even start; then the step times of a grid of
+splits are measured in turns, and the best few again beside ours, LB-BSP's and plain DDP's. A second launch slows rank 0
+to half in mid-run. Prints one table a regime, and keeps every figure as JSON lines under --out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any
 from benchmarks import launching
 from cannikin.lab.mechanisms import MECHANISMS
 
-SPEEDS = (1.0, 0.5, 0.25)
 TOTAL = 256
 CHANGE = 100  # step at which rank 0 becomes half as fast, in a launch of its own
 LIMIT = {"steps": 200, "passes": 34}
@@ -29,6 +28,8 @@ SLOWED = {"steps": 160, "change": CHANGE, "passes": 20}
 class Regime:
     """Device times, gradient and link that make a regime; `local_gradient_kb` instead, where there are no links."""
 
+    speeds: tuple[float, ...] = (1.0, 0.5, 0.25)
+    forward_shares: tuple[float, ...] = (1 / 3, 1 / 3, 1 / 3)
     sample_ms: float
     fixed_ms: float = 5.0
     gradient_kb: float
@@ -37,18 +38,23 @@ class Regime:
     host_ms: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
 
     @property
-    def lab_options(self) -> list[str]:
-        options = ["--ranks", ",".join(map(str, SPEEDS)), "--sample-ms", str(self.sample_ms)]
-        options += ["--fixed-ms", str(self.fixed_ms)]
-        return options if self.link is None else [*options, "--link", self.link]
+    def lab_file(self) -> str:
+        """The ranks, for `cannikin lab`."""
+        link = "" if self.link is None else f'link = "{self.link}"\n'
+        ranks = zip(self.speeds, self.forward_shares, strict=True)
+        tables = (f"[[rank]]\nspeed = {speed}\nforward_share = {share}\n" for speed, share in ranks)
+        return f"sample_ms = {self.sample_ms}\nfixed_ms = {self.fixed_ms}\n{link}{''.join(tables)}"
 
     @property
     def words(self) -> str:
         """The ranks, for people."""
         link = "no link shaped, portable" if self.link is None else f"links of {self.link}, hosts"
         hosts = f", hosts add {self.host_ms} ms before backward" if any(self.host_ms) else ""
+        alike = len(set(self.forward_shares)) == 1
+        shares = "" if alike else f", of which forward {', '.join(map(str, self.forward_shares))}"
         return (
-            f"speeds {SPEEDS}, {self.sample_ms:g} ms per sample at speed 1 and {self.fixed_ms:g} ms per step{hosts}, "
+            f"speeds {self.speeds}, {self.sample_ms:g} ms per sample at speed 1 and {self.fixed_ms:g} ms per step"
+            f"{shares}{hosts}, "
             f"gradient {self.gradient_kb:g} KiB, {link}"
         )
 
@@ -58,6 +64,12 @@ REGIMES = {
     "communication-bound": Regime(sample_ms=0.15, gradient_kb=512, link="100mbit", local_gradient_kb=8192),
     # A rank whose host takes long has little backward left to hide the all-reduce behind.
     "mixed": Regime(sample_ms=0.3, gradient_kb=512, link="160mbit", local_gradient_kb=8192, host_ms=[20.0, 0.0, 0.0]),
+    # The slow rank spends more of its time in forward, and the all-reduce takes about as long as computing: equal
+    # compute times, LB-BSP's aim, are far from the best here. Without links there is no such regime.
+    "overlap": Regime(forward_shares=(0.19, 0.19, 0.45), sample_ms=0.45, gradient_kb=600, link="100mbit"),
+    "overlap-near": Regime(
+        speeds=(1.0, 0.8, 0.6), forward_shares=(0.19, 0.19, 0.45), sample_ms=0.6, gradient_kb=600, link="100mbit"
+    ),
 }
 
 
@@ -75,8 +87,9 @@ def launch(job: str, name: str, regime: Regime, out: Path, *, limit_s: float) ->
     slow = ["--slow", f"0:0.5@{CHANGE}"] if job == "slowed" else []
     about = json.dumps({"regime": name, "ranks": regime.words})
     arguments = ["--out", str(out), "--about", about, job, json.dumps(keywords)]
-    script = Path(__file__).with_name("lab_ranks.py")
-    return launching.run_in_lab([*regime.lab_options, *slow], script, arguments, limit_s=limit_s)
+    script, cluster = Path(__file__).with_name("lab_ranks.py"), out.with_suffix(".toml")
+    cluster.write_text(regime.lab_file)
+    return launching.run_in_lab([*slow, str(cluster)], script, arguments, limit_s=limit_s)
 
 
 def table(results: list[dict[str, Any]]) -> str:
