@@ -235,13 +235,13 @@ def test_the_total_batch_grows_with_the_noise_scale_and_never_beyond_its_limit()
         totals[trace] = training.run(cluster, 200, noise=0.02, sqnorms=(1.0, trace)).total_batch
         assert all(96 <= plan.total_batch <= 1536 for plan in training.plans)
         sizes = [plan.total_batch for plan in training.plans]
-        assert max(b / a for a, b in itertools.pairwise(sizes)) <= 4.0
+        assert max(b / a for a, b in itertools.pairwise(sizes)) <= 8.0
     assert totals[10.0] < totals[1e3] <= totals[1e6] == 1536
 
 
 def test_the_total_leaps_only_as_far_as_doubling_could_lose_without_noise() -> None:
     cluster = cluster_of([1.0, 0.5, 0.25], overlapped_s=50.0)
-    for trace, most in ((1e6, 4.0), (96.0, 3.0), (1.0, 2.02)):
+    for trace, most in ((1e6, 8.0), (96.0, 3.0), (1.0, 2.02)):
         training = started(Job(num_ranks=3, batch_size=96, max_batch_size=4096), 11)
         training.run(cluster, 100, noise=0.0, outliers=0.0, sqnorms=(1.0, trace))
         totals = [plan.total_batch for plan in training.plans]
@@ -280,13 +280,12 @@ def test_windows_stay_short_while_the_total_grows() -> None:
     assert training.decisions[-1].settled
 
 
-def test_the_noise_scale_is_believed_from_twenty_steps_on() -> None:
-    job = Job(num_ranks=3, batch_size=96, max_batch_size=1536)
-    training = started(job, 12)
-    cluster = cluster_of([1.0, 0.5, 0.25], overlapped_s=1.0)
-    plan = training.run(cluster, 15, noise=0.02, sqnorms=(1.0, 1e6))
+def test_the_noise_scale_is_believed_from_five_steps_on() -> None:
+    training = started(Job(num_ranks=3, batch_size=96, max_batch_size=1536), 12)
+    cluster = cluster_of([1.0, 1.0, 1.0], overlapped_s=1.0)
+    plan = training.show(measure(cluster, [(32, 32, 32)] * 4, training.rng, sqnorms=(1.0, 1e6))).plan
     assert plan.total_batch == 96
-    assert "noise scale not known yet (15 of 20 steps)" in plan.reason
+    assert "noise scale not known yet (4 of 5 steps)" in plan.reason
     assert training.run(cluster, 5, noise=0.02, sqnorms=(1.0, 1e6)).total_batch > 96
 
 
@@ -296,7 +295,7 @@ def test_in_the_first_seventy_steps_the_total_hardly_ever_grows_beyond_what_is_b
     job, phi, ends = Job(num_ranks=2, batch_size=12, max_batch_size=768), 100.0, []
     totals = np.arange(12, 769)
     goodput = [b / optimal_split(cluster, int(b)).step_s / (phi + b) for b in totals]
-    for seed in range(12):
+    for seed in range(40):
         training = Training(Controller(job), job, np.random.default_rng(seed), delay=4)
         while training.step < 70:
             batches = training.schedule.local_batches(training.step, training.schedule.window_steps(training.step))
@@ -309,7 +308,19 @@ def test_in_the_first_seventy_steps_the_total_hardly_ever_grows_beyond_what_is_b
         ends.append(training.plans[-1].total_batch)
     best = totals[np.argmax(goodput)]
     assert np.median(ends) > 48, "it grows"
-    assert sum(end > 1.05 * best for end in ends) <= 1, (best, ends)
+    assert sum(end > 1.05 * best for end in ends) <= 3, (best, ends)
+    assert max(ends) <= 1.3 * best
+
+
+@pytest.mark.parametrize("phi", [200.0, 800.0, 1600.0])
+def test_a_total_that_has_long_been_right_gives_way_to_one_that_gains_little(phi: float) -> None:
+    training = started(Job(num_ranks=3, batch_size=96, max_batch_size=4096), 11)
+    cluster = cluster_of([1.0, 0.5, 0.25], overlapped_s=1.0)
+    training.run(cluster, 800, noise=0.0, outliers=0.0, sqnorms=(1.0, phi))
+    goodput = {int(b): b / optimal_split(cluster, int(b)).step_s / (phi + b) for b in np.arange(96, 4097)}
+    totals = [plan.total_batch for plan in training.plans]
+    assert goodput[totals[-1]] >= 0.99 * max(goodput.values())
+    assert sum(a != b for a, b in itertools.pairwise(totals)) <= 4
 
 
 def test_without_a_maximum_the_total_stays() -> None:
@@ -494,7 +505,7 @@ def test_a_rank_is_never_given_more_than_twice_the_batch_it_was_measured_at_but_
     for before, plan in itertools.pairwise(training.plans):
         leap = plan.total_batch / before.total_batch
         assert plan.local_batches[0] <= max(2 * largest + 1, leap * before.local_batches[0] + 1)
-        assert leap <= 4
+        assert leap <= 8
         largest = max(largest, plan.local_batches[0])
 
 

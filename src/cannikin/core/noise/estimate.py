@@ -216,6 +216,19 @@ class ControlVariate:
         return self.num_unequal >= 100 and self.shift**2 > 4.0**2 * self.shift_sq
 
 
+def student_quantile(degrees: float) -> float:
+    """Return the value below which 95% of Student's distribution lie, by Cornish and Fisher's expansion.
+
+    It is 0.5% low with 3 degrees of freedom, less with more, and 12% low with 1.
+
+    >>> [round(student_quantile(degrees), 3) for degrees in (3, 10, 1e9)]
+    [2.347, 1.812, 1.645]
+    """
+    z = 1.6448536
+    terms = z, (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return sum(term / degrees**k for k, term in enumerate(terms))
+
+
 def fieller_limits(
     *, signal: float, noise: float, signal_var: float, noise_var: float, covariance: float, quantile: float
 ) -> tuple[float, float]:

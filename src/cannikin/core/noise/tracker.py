@@ -15,7 +15,14 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from cannikin.core.noise.estimate import ControlVariate, NoiseEstimate, checked_groups, fieller_limits, pooled_ends
+from cannikin.core.noise.estimate import (
+    ControlVariate,
+    NoiseEstimate,
+    checked_groups,
+    fieller_limits,
+    pooled_ends,
+    student_quantile,
+)
 from cannikin.core.planner import Noise
 from cannikin.core.values import FloatArray, IntArray, StepWindow
 from cannikin.errors import InvalidInputError, StateError
@@ -90,14 +97,20 @@ class _Averages:
         if self.weight == 0 or self.scatter_weight == 0:
             return 0.0, math.inf
         shrink = self.weight_sq / self.weight**2 / self.scatter_weight
+        num_steps = self.weight**2 / self.weight_sq  # as many as weigh alike
         return fieller_limits(
             signal=self.signal / self.weight,
             noise=max(self.noise / self.weight, 0.0),
             signal_var=shrink * self.signal_scatter,
             noise_var=shrink * self.noise_scatter,
             covariance=shrink * self.joint_scatter,
-            quantile=1.645,
+            quantile=student_quantile(_degrees_of_freedom(num_steps)),
         )
+
+
+def _degrees_of_freedom(num_steps: float) -> float:
+    """Return how many independent values know a variance as well as the n - 1 successive differences of n steps."""
+    return max(1.0, 2 * (num_steps - 1) ** 2 / max(3 * num_steps - 4, 1.0))
 
 
 @dataclass(kw_only=True)

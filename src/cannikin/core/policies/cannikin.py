@@ -37,7 +37,10 @@ _TRUST_DOWN = 8.0  # and at least the smallest one divided by this.
 # The total batch doubles at most, or grows by up to `_LEAP` as far as that can lose no more than doubling loses where
 # there is no noise: g times the samples take at most g times as long, so at worst goodput falls with efficiency, by
 # (phi + B)/(phi + g B), which is 1/2 at g = 2 + phi/B.
-_GROWTH, _LEAP = 2.0, 4.0
+_GROWTH, _LEAP = 2.0, 8.0
+# Another total batch must gain this much, or less the longer the present one has been right: as much as the change
+# costs, `_RELEARNED` steps and those of new sizes, over as many steps again.
+_GAIN, _LEAST_GAIN, _RELEARNED = 0.05, 0.01, 5.0
 # A gain in step time is believed only if it exceeds `_SAME` (against the even split) or `_WORTH` (against the present
 # one: at a new size a GPU has one slow step), and the given multiple of the precision to which a rank's time is known.
 # The best of n noisy times looks 1 to 2 times that precision better than it is: equal ranks stay even.
@@ -54,7 +57,8 @@ _ROUNDS = 3  # solutions of one model, each with the curves near the batches of 
 _FIRST = 0.01  # a first plan is even only where that loses no more than this, however little is known
 _MANY_SIZES = 8  # compilers that make a program for each size keep about so many
 _UNSETTLED = 40  # steps after a change of speed during which the model is being learned again
-_NOISE_STEPS = 20  # steps before the noise scale is believed
+# Steps before the noise scale's limits are believed. Those of one rank alone share gradients, and are too narrow.
+_NOISE_STEPS, _NOISE_STEPS_ALONE = 5, 20
 _PINNED = "the local batches are set, and stay"
 _MAX_TOLD = 8  # ranks whose shares a reason names one by one
 _LOADING = 0.9  # a rank waits for its data where its loader takes at least this share of a step
@@ -209,7 +213,7 @@ class Controller:
         elif self._phase == "guess" and not in_force:
             self._plan = replace(self._plan, reason="kept: the guess has not been measured yet")
             return None
-        total_batch, choice, why = self._total(model.cluster, job, in_force, is_measured)
+        total_batch, choice, why = self._total(step, model.cluster, job, in_force, is_measured)
         split, growth = self._best(model, total_batch), total_batch / self._plan.total_batch
         if growth > 1 and (growth > _TRUST or not split.feasible):
             self._grow(step, model, job, total_batch, why)
@@ -344,7 +348,7 @@ class Controller:
         return [f"rank {self._sizes.num_sizes.index(most)} has run {most} sizes"] if most >= _MANY_SIZES else []
 
     def _total(
-        self, cluster: Cluster, job: Job, in_force: bool, is_measured: bool
+        self, step: int, cluster: Cluster, job: Job, in_force: bool, is_measured: bool
     ) -> tuple[int, TotalChoice | None, list[str]]:
         """Choose the total batch with the best goodput, or one on the way to it, and say why, if it may change at all.
 
@@ -355,8 +359,9 @@ class Controller:
         now, noise = self._plan.total_batch, self._noise
         if job.largest_total == job.batch_size:
             return now, None, []
-        if noise.num_steps < _NOISE_STEPS:
-            return now, None, [f"noise scale not known yet ({noise.num_steps} of {_NOISE_STEPS} steps)"]
+        needed = _NOISE_STEPS if job.num_ranks > 1 else _NOISE_STEPS_ALONE
+        if noise.num_steps < needed:
+            return now, None, [f"noise scale not known yet ({noise.num_steps} of {needed} steps)"]
         if not in_force:
             return now, None, [f"total batch {now} has not run yet"]
         grid = np.unique(np.append(total_grid(job.batch_size, job.largest_total), now))
@@ -367,7 +372,9 @@ class Controller:
             # Each rank has run one size, and fixed time cannot be told from time per sample: it is tried once.
             step_s = np.where(grid > now, step_s[grid == now], step_s)
         growth = min(_LEAP, _GROWTH + noise.limits[0] / now)
-        choice = choose_total(grid, step_s, noise.supported(grid, now), now, growth=growth)
+        cost_steps, age = _RELEARNED + self._sizes.cost_steps, max(step - self._steady_since, 1)
+        threshold = min(_GAIN, max(_LEAST_GAIN, cost_steps / age))
+        choice = choose_total(grid, step_s, noise.supported(grid, now), now, threshold=threshold, growth=growth)
         noise_scale = f"{noise.noise_scale:.0f}"
         if "biased" in noise.flags:
             noise_scale += " (biased: one rank compares consecutive steps)"
