@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from benchmarks.paper.clusters import ONE_SHARE, machine_at
 from benchmarks.paper.fixed import best_totals
-from benchmarks.paper.optimum import best_split, expected_s
+from benchmarks.paper.optimum import best_split, expected_s, taken_s
 from cannikin.core.policies.plans import even_batches
 from cannikin.core.values import Job
 from cannikin.sim.hardware import Machine
@@ -28,6 +29,7 @@ TRAINED = {
     "cannikin": "cannikin",
 }
 _MOST_POINTS = 200  # of a curve that are kept
+_BOUND_STEPS = 4000  # one wave of the drift
 _TRIED = 3  # fixed totals that are trained with, of those that promise most
 
 
@@ -69,7 +71,8 @@ def train(
         "num_epochs": run.num_samples / found.spec.num_samples,
         "total_batch": run.plan.total_batch,
         "local_batches": list(run.plan.local_batches),
-        **({"bound": _bound(machine, job, run.plan.total_batch)} if policy == "ddp@best" else {}),
+        **(_bounds(machine, job, run.plan.total_batch) if policy == "ddp@best" else {}),
+        **({"changes": _changes(machine, job, run)} if policy == "cannikin" else {}),
         "epochs": [[e.epoch, e.elapsed_s, e.metric, e.total_batch, e.step_s] for e in epochs],
         "measured": {
             "planner_share": run.planner_s / run.elapsed_s,
@@ -89,7 +92,29 @@ def _run(machine: Machine, workload: Workload, policy: str, job: Job, seed: int)
     return min(runs, key=lambda run: run.elapsed_s)
 
 
-def _bound(machine: Machine, job: Job, total_batch: int) -> float:
-    """Return what unlike devices allow at a fixed total: the even split's step time over the best one's."""
-    even = np.array(even_batches(job, total_batch))
-    return float(expected_s(machine, even) / expected_s(machine, best_split(machine, job, total_batch)))
+def _bounds(machine: Machine, job: Job, total_batch: int) -> dict[str, float]:
+    """Return what unlike devices allow at a fixed total: the even split's step time over the best one's.
+
+    "bound" is without noise. "noisy bound" is of steps as they are taken: ranks that all end at about the same time
+    wait for the latest of them in every step, so a balanced split loses more by noise than one with a clear straggler.
+    """
+    even, best = np.array(even_batches(job, total_batch)), best_split(machine, job, total_batch)
+    taken = [taken_s(machine, np.tile(split, (_BOUND_STEPS, 1))) for split in (even, best)]
+    return {
+        "bound": float(expected_s(machine, even) / expected_s(machine, best)),
+        "noisy bound": taken[0] / taken[1],
+    }
+
+
+def _changes(machine: Machine, job: Job, run: RunResult) -> list[list[float]]:
+    """Return step, total before, total after, and time over the best split's of each first plan of another total.
+
+    Times are without noise.
+    """
+    found = []
+    for (_, before), (step, plan) in itertools.pairwise(run.plans):
+        if plan.total_batch != before.total_batch:
+            best = best_split(machine, job, plan.total_batch)
+            above = expected_s(machine, np.array(plan.local_batches)) / expected_s(machine, best)
+            found.append([step, before.total_batch, plan.total_batch, float(f"{float(above):.5g}")])
+    return found

@@ -62,6 +62,15 @@ def settled_step_s(machine: Machine, local_batches: IntArray, seed: int) -> floa
     return float(np.median(times.step_s))
 
 
+def taken_s(machine: Machine, splits: IntArray, first_step: int = 0) -> float:
+    """Return the mean duration of steps with these splits, [S, n], with the noise and the drift that steps have.
+
+    The same steps have the same noise, whatever their splits.
+    """
+    measured = machine.measure(splits, first_step, np.random.default_rng(0))
+    return float(measured.step_s.mean())
+
+
 def bottleneck(machine: Machine, local_batches: IntArray) -> str:
     """Return what decides a split's step time: "compute", "communication", or "mixed" where ranks differ in it.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from benchmarks.paper.optimum import (
     expected_s,
     lb_bsp_split,
     settled_step_s,
+    taken_s,
 )
 from cannikin.core.goodput import total_grid
 from cannikin.core.policies.cannikin import Controller
@@ -29,6 +31,7 @@ from cannikin.sim.workload import find_workload
 _EPOCH_STEPS = 1000
 _NUM_EPOCHS = 16
 _SETTLE_STEPS = 400  # until a policy has done what it will do
+_SWEEP_STEPS = 1000  # after that, over which the sweep of speeds is judged
 SLOWEST = (1.0, 1.5, 2.0, 3.0, 4.0)  # of the sweep: the slowest rank's time per sample over the fastest's
 _PAPER_EPOCH = 50  # steps of an epoch for the policies that plan once an epoch
 
@@ -98,7 +101,8 @@ def by_total_batch(
 def by_slowest(workload: str, seed: int) -> list[dict[str, Any]]:
     """Return noiseless step times of 16 ranks whose slowest takes 1 to 4 times as long per sample as the fastest.
 
-    The total is half of what DDP holds.
+    The total is half of what DDP holds. "even taken" and "cannikin taken" are means of the same noisy steps, in which
+    ranks drift and plans follow.
     """
     rows = []
     for slowest in SLOWEST:
@@ -106,10 +110,27 @@ def by_slowest(workload: str, seed: int) -> list[dict[str, Any]]:
         whole = job_for(machine, find_workload(workload))
         total = even_limit(machine, whole) // 2
         job = replace(whole, batch_size=total, max_batch_size=None, num_samples=_PAPER_EPOCH * total)
-        own = _expected(machine, _settle(machine, job, "cannikin", seed)[0])
+        planner, pace = named_planner("cannikin", job)
+        simulation = Simulation(machine, planner, job, seed=seed, pace=pace)
+        own = _expected(machine, np.array(simulation.run(max_steps=_SETTLE_STEPS).plan.local_batches))
+        plans = simulation.run(max_steps=_SETTLE_STEPS + _SWEEP_STEPS).plans
         own_lb = _expected(machine, lb_bsp_split(machine, job, total))
-        rows.append({"slowest": slowest, **_of_truth(machine, job, is_even=True), "lb-bsp": own_lb, "cannikin": own})
+        even = _splits([(0, even_batches(job, total))])
+        followed = _splits([(step, plan.local_batches) for step, plan in plans])
+        taken = {
+            f"{name} taken": taken_s(machine, splits[_SETTLE_STEPS:], _SETTLE_STEPS)
+            for name, splits in (("even", even), ("cannikin", followed))
+        }
+        row = {"slowest": slowest, **_of_truth(machine, job, is_even=True), "lb-bsp": own_lb, "cannikin": own}
+        rows.append({**row, **taken})
     return rows
+
+
+def _splits(plans: Sequence[tuple[int, Sequence[int]]]) -> IntArray:
+    """Return the split of every step of a sweep, [S, n], from the first step of each."""
+    starts = [step for step, _ in plans] + [_SETTLE_STEPS + _SWEEP_STEPS]
+    lengths = np.diff(np.array(starts).clip(0, _SETTLE_STEPS + _SWEEP_STEPS))
+    return np.repeat(np.array([split for _, split in plans]), lengths, axis=0)
 
 
 def _of_truth(machine: Machine, job: Job, *, is_even: bool) -> dict[str, Any]:
