@@ -2,7 +2,7 @@
 
 Three ranks of unlike speeds, in five regimes. In each ours trains from an even start; then the step times of a grid of
 splits are measured in turns, and the best few again beside ours, LB-BSP's and plain DDP's. A second launch slows rank 0
-to half in mid-run. Prints one table a regime, and keeps every figure as JSON lines under --out.
+to half in mid-run. Prints one table per regime, and keeps every figure as JSON lines under --out.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Regime:
         link = "no link shaped, portable" if self.link is None else f"links of {self.link}, hosts"
         hosts = f", hosts add {self.host_ms} ms before backward" if any(self.host_ms) else ""
         alike = len(set(self.forward_shares)) == 1
-        shares = "" if alike else f", of which forward {', '.join(map(str, self.forward_shares))}"
+        shares = "" if alike else f", forward shares {', '.join(map(str, self.forward_shares))}"
         return (
             f"speeds {self.speeds}, {self.sample_ms:g} ms per sample at speed 1 and {self.fixed_ms:g} ms per step"
             f"{shares}{hosts}, "
@@ -168,6 +168,9 @@ def main(argv: list[str] | None = None) -> None:
         print(f"lab_limit: no slow links here ({missing}): larger gradients instead", file=sys.stderr)
     for name in options.regimes or REGIMES:
         regime = REGIMES[name] if missing is None else without_links(REGIMES[name])
+        if missing is not None and regime.link is not None:
+            print(f"lab_limit: {name} needs slow links, and is left out", file=sys.stderr)
+            continue
         for job in options.job or ("limit", "slowed"):
             note = launch(job, name, regime, options.out, limit_s=options.limit_s)
             if note:

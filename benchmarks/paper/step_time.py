@@ -219,7 +219,7 @@ def slowest(cells: dict[str, Any]) -> Page:
         "",
         "16 ranks like an RTX 6000 at 10 Gbit/s whose times per sample grow evenly from the fastest to the slowest; "
         "half of the total that DDP holds. Step time below the even split's, without noise and drift; `taken` is of "
-        "1,000 steps as they are taken, with both:",
+        "1,000 simulated steps with both, and with the slow first steps at new sizes:",
         "",
         table(
             ["workload", "total batch", "slowest", "best split", "cannikin", "lb-bsp", "cannikin, taken", "decided by"],

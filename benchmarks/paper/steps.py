@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +16,6 @@ from benchmarks.paper.optimum import (
     expected_s,
     lb_bsp_split,
     settled_step_s,
-    taken_s,
 )
 from cannikin.core.goodput import total_grid
 from cannikin.core.policies.cannikin import Controller
@@ -101,8 +99,8 @@ def by_total_batch(
 def by_slowest(workload: str, seed: int) -> list[dict[str, Any]]:
     """Return noiseless step times of 16 ranks whose slowest takes 1 to 4 times as long per sample as the fastest.
 
-    The total is half of what DDP holds. "even taken" and "cannikin taken" are means of the same noisy steps, in which
-    ranks drift and plans follow.
+    The total is half of what DDP holds. "even taken" and "cannikin taken" are means of simulated steps, with noise,
+    drift, which plans follow, and the slow first step at a new size.
     """
     rows = []
     for slowest in SLOWEST:
@@ -110,27 +108,21 @@ def by_slowest(workload: str, seed: int) -> list[dict[str, Any]]:
         whole = job_for(machine, find_workload(workload))
         total = even_limit(machine, whole) // 2
         job = replace(whole, batch_size=total, max_batch_size=None, num_samples=_PAPER_EPOCH * total)
-        planner, pace = named_planner("cannikin", job)
-        simulation = Simulation(machine, planner, job, seed=seed, pace=pace)
-        own = _expected(machine, np.array(simulation.run(max_steps=_SETTLE_STEPS).plan.local_batches))
-        plans = simulation.run(max_steps=_SETTLE_STEPS + _SWEEP_STEPS).plans
         own_lb = _expected(machine, lb_bsp_split(machine, job, total))
-        even = _splits([(0, even_batches(job, total))])
-        followed = _splits([(step, plan.local_batches) for step, plan in plans])
-        taken = {
-            f"{name} taken": taken_s(machine, splits[_SETTLE_STEPS:], _SETTLE_STEPS)
-            for name, splits in (("even", even), ("cannikin", followed))
-        }
-        row = {"slowest": slowest, **_of_truth(machine, job, is_even=True), "lb-bsp": own_lb, "cannikin": own}
-        rows.append({**row, **taken})
+        settled = {name: _sweep(machine, job, name, seed) for name in ("even", "cannikin")}
+        row = {"slowest": slowest, **_of_truth(machine, job, is_even=True), "lb-bsp": own_lb}
+        row["cannikin"] = _expected(machine, settled["cannikin"][0])
+        rows.append({**row, **{f"{name} taken": taken for name, (_, taken) in settled.items()}})
     return rows
 
 
-def _splits(plans: Sequence[tuple[int, Sequence[int]]]) -> IntArray:
-    """Return the split of every step of a sweep, [S, n], from the first step of each."""
-    starts = [step for step, _ in plans] + [_SETTLE_STEPS + _SWEEP_STEPS]
-    lengths = np.diff(np.array(starts).clip(0, _SETTLE_STEPS + _SWEEP_STEPS))
-    return np.repeat(np.array([split for _, split in plans]), lengths, axis=0)
+def _sweep(machine: Machine, job: Job, policy: str, seed: int) -> tuple[IntArray, float]:
+    """Return the split that a policy arrives at, and what steps take on average after that."""
+    planner, pace = named_planner(policy, job)
+    simulation = Simulation(machine, planner, job, seed=seed, pace=pace)
+    settled = simulation.run(max_steps=_SETTLE_STEPS)
+    end = simulation.run(max_steps=_SETTLE_STEPS + _SWEEP_STEPS)
+    return np.array(settled.plan.local_batches), (end.elapsed_s - settled.elapsed_s) / _SWEEP_STEPS
 
 
 def _of_truth(machine: Machine, job: Job, *, is_even: bool) -> dict[str, Any]:

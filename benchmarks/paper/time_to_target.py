@@ -64,7 +64,7 @@ def links(cells: dict[str, Any]) -> Page:
 
 def _headers(policies: Sequence[str]) -> list[str]:
     rivals = [policy for policy in policies if policy != "cannikin"]
-    bounds = ["even / best split", "ours over what that allows", "with noise", "ours over what that allows"]
+    bounds = ["even / best split", "ours over what that allows", "with noise", "ours over that"]
     return [*policies, *(f"ours over {p}" for p in rivals), *bounds]
 
 
@@ -119,7 +119,7 @@ def _overall(cells: dict[str, Any], name: str, heading: str, policies: Sequence[
 
 
 def _changes(cells: dict[str, Any], workloads: Sequence[str]) -> list[str]:
-    """Return how good the first plan of every new total was, if it is known."""
+    """Return how good the first plan of every new total was."""
     rows = []
     for workload in workloads:
         runs = of_seeds(cells, workload, "cannikin")

@@ -38,6 +38,18 @@ def started(job: Job, seed: int | np.random.Generator, *, delay: int = 0) -> Tra
     return Training(Controller(job), job, np.random.default_rng(seed), delay=delay)
 
 
+def train_by_gradients(training: Training, cluster: Cluster, phi: float, num_steps: int, *, noise: float) -> None:
+    """Train with the norms of normal gradients: |G|^2 = 1, noise `phi`."""
+    while training.step < num_steps:
+        batches = training.schedule.local_batches(training.step, training.schedule.window_steps(training.step))
+        window = measure(cluster, batches, training.rng, first_step=training.step, noise=noise, outliers=0.0)
+        gradients = training.rng.standard_normal((*batches.shape, 8)) * np.sqrt(phi / 8 / batches)[..., None]
+        gradients[..., 0] += 1.0
+        means = (gradients * batches[..., None]).sum(axis=1) / batches.sum(axis=1, keepdims=True)
+        norms = {"local_sqnorm": (gradients**2).sum(axis=-1), "global_sqnorm": (means**2).sum(axis=-1)}
+        training.show(replace(window, **norms))
+
+
 def excess(cluster: Cluster, local_batches: tuple[int, ...]) -> float:
     """How much slower than OptPerf a split is, by the truth."""
     return step_time(cluster, local_batches) / optimal_split(cluster, sum(local_batches)).step_s - 1
@@ -297,14 +309,7 @@ def test_in_the_first_seventy_steps_the_total_hardly_ever_grows_beyond_what_is_b
     goodput = [b / optimal_split(cluster, int(b)).step_s / (phi + b) for b in totals]
     for seed in range(40):
         training = Training(Controller(job), job, np.random.default_rng(seed), delay=4)
-        while training.step < 70:
-            batches = training.schedule.local_batches(training.step, training.schedule.window_steps(training.step))
-            window = measure(cluster, batches, training.rng, first_step=training.step, noise=0.01, outliers=0.0)
-            gradients = training.rng.standard_normal((*batches.shape, 8)) * np.sqrt(phi / 8 / batches)[..., None]
-            gradients[..., 0] += 1.0
-            means = (gradients * batches[..., None]).sum(axis=1) / batches.sum(axis=1, keepdims=True)
-            norms = {"local_sqnorm": (gradients**2).sum(axis=-1), "global_sqnorm": (means**2).sum(axis=-1)}
-            training.show(replace(window, **norms))
+        train_by_gradients(training, cluster, phi, 70, noise=0.01)
         ends.append(training.plans[-1].total_batch)
     best = totals[np.argmax(goodput)]
     assert np.median(ends) > 48, "it grows"
@@ -320,7 +325,48 @@ def test_a_total_that_has_long_been_right_gives_way_to_one_that_gains_little(phi
     goodput = {int(b): b / optimal_split(cluster, int(b)).step_s / (phi + b) for b in np.arange(96, 4097)}
     totals = [plan.total_batch for plan in training.plans]
     assert goodput[totals[-1]] >= 0.99 * max(goodput.values())
-    assert sum(a != b for a, b in itertools.pairwise(totals)) <= 4
+
+
+def test_under_noise_the_total_changes_seldom_however_long_it_has_been_right() -> None:
+    curves = [Curve(fixed_s=[0.01] * 2, per_sample_s=[slope] * 2) for slope in (1e-4, 2e-4)]
+    cluster = Cluster(forward=curves[0], backward=curves[1], gammas=[1.0], tails_s=[0.001])
+    job, changes = Job(num_ranks=2, batch_size=12, max_batch_size=768), []
+    for seed in range(4):
+        training = Training(Controller(job), job, np.random.default_rng(seed), delay=4)
+        train_by_gradients(training, cluster, 100.0, 2000, noise=0.02)
+        pairs = itertools.pairwise(training.plans)
+        changes += [b.first_step for a, b in pairs if a.total_batch != b.total_batch and b.first_step >= 500]
+    assert len(changes) <= 2, changes
+
+
+def test_after_a_resume_a_total_counts_as_new() -> None:
+    job = Job(num_ranks=3, batch_size=96, max_batch_size=4096)
+    training, cluster = started(job, 11), cluster_of([1.0, 0.5, 0.25], overlapped_s=1.0)
+    training.run(cluster, 60, noise=0.0, outliers=0.0, sqnorms=(1.0, 200.0))
+    first_total = training.plans[-1].total_batch
+    resumed = Controller(job)
+    resumed.load_state_dict(json.loads(json.dumps(training.planner.state_dict())), [0, 1, 2])
+    again = Training(resumed, job, np.random.default_rng(12))
+    again.run(cluster, 90, noise=0.0, outliers=0.0, sqnorms=(1.0, 200.0))
+    assert {plan.total_batch for plan in again.plans} == {first_total}  # it would gain 2%
+    again.run(cluster, 300, noise=0.0, outliers=0.0, sqnorms=(1.0, 200.0))
+    assert again.plans[-1].total_batch != first_total
+
+
+def test_where_batches_pile_up_a_leap_goes_by_the_noise_scale_per_batch() -> None:
+    cluster, largest = cluster_of([1.0, 1.0, 1.0], overlapped_s=50.0), {}
+    for accumulated in (1, 8):
+        training = started(Job(num_ranks=3, batch_size=96, max_batch_size=4096), 11)
+        window = measure(cluster, [(32, 32, 32)] * 5, training.rng, noise=0.0, outliers=0.0, sqnorms=(1.0, 600.0))
+        batches = accumulated * window.local_batches
+        norms = {
+            "local_sqnorm": 1.0 + 600.0 / batches,
+            "global_sqnorm": 1.0 + 600.0 / batches.sum(axis=1),
+            "accumulated": np.full(5, accumulated),
+        }
+        largest[accumulated] = training.show(replace(window, **norms)).plan.total_batch / 96
+    assert largest[1] > 3.0 + 96 / 96
+    assert largest[8] <= 2.0 + 600 / (8 * 96)
 
 
 def test_without_a_maximum_the_total_stays() -> None:

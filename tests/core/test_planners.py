@@ -145,7 +145,7 @@ def test_adaptdls_first_choice_counts_however_small_its_gain_and_later_ones_only
     # Another noise would make the best total another, for too small a gain.
     later = training.run(CLUSTER, 200, sqnorms=(1.0, 33.0), **quiet)
     assert later.total_batch == first.total_batch
-    assert "not more than 5%" in [each.choice.reason for each in training.decisions if each.choice][-1]
+    assert "not more than 5.0%" in [each.choice.reason for each in training.decisions if each.choice][-1]
 
 
 def test_adaptdl_gives_all_ranks_the_same_and_no_more_than_the_smallest_memory_holds() -> None:

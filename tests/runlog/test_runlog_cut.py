@@ -21,7 +21,7 @@ def whole(tmp_path_factory) -> bytes:
     machine, workload = find_machine("a", "bert"), find_workload("bert")
     for append in (False, True):
         with RunLogWriter(path, append=append) as log:
-            simulate(machine, workload, "cannikin", max_epochs=0.006, observers=(log,))
+            simulate(machine, workload, "cannikin", max_epochs=0.012, observers=(log,))
     return path.read_bytes()
 
 

@@ -101,7 +101,7 @@ def choose_total(
     chosen, gain = int(totals[best]), float(goodput[best] / now) if now > 0 else np.inf
     reason = f"total batch {current_total} -> {chosen}: goodput {gain - 1:+.0%}"
     if gain <= 1 + threshold:
-        rival = f"{chosen} would gain {gain - 1:.1%}, not more than {threshold:.0%}"
+        rival = f"{chosen} would gain {gain - 1:.1%}, not more than {threshold:.1%}"
         reason = f"total batch stays {current_total}: {'the best in reach' if chosen == current_total else rival}"
         chosen, gain = current_total, 1.0
     elif chosen > growth * current_total:

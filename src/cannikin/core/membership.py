@@ -140,7 +140,7 @@ class Membership:
         self._planner = Controller(job)
         origins = [self._origin(member) for member in used]
         if self._learned is not None:
-            self._planner.load_state_dict({**self._learned, "steady_since": 0}, origins)
+            self._planner.load_state_dict(self._learned, origins)
         elif any(origins):
             self._planner.start_from([member.profile for member in used])
         self._who = [(member.name, member.device) for member in used]

@@ -31,7 +31,7 @@ from cannikin.errors import InvalidInputError, StateError
 SQNORM_LIMIT = 1e70
 
 
-_NEWER = {"samples_passed", "size_weight", "log_size"}  # names that older states do not have
+_NEWER = {"samples_passed", "size_weight", "log_size", "scatter_weight_sq"}  # names that older states do not have
 
 _SMOOTHING = 0.999  # decay of averages, per B0 samples
 
@@ -56,6 +56,7 @@ class _Averages:
     noise: float = 0.0
     signal: float = 0.0
     scatter_weight: float = 0.0
+    scatter_weight_sq: float = 0.0
     noise_scatter: float = 0.0
     signal_scatter: float = 0.0
     joint_scatter: float = 0.0
@@ -74,6 +75,7 @@ class _Averages:
         if split == self.last_split:
             noise_step, signal_step = noise - self.last_noise, signal - self.last_signal
             self.scatter_weight = decay * self.scatter_weight + share
+            self.scatter_weight_sq = decay**2 * self.scatter_weight_sq + share**2
             self.noise_scatter = decay * self.noise_scatter + share * noise_step**2 / 2
             self.signal_scatter = decay * self.signal_scatter + share * signal_step**2 / 2
             self.joint_scatter = decay * self.joint_scatter + share * noise_step * signal_step / 2
@@ -97,20 +99,24 @@ class _Averages:
         if self.weight == 0 or self.scatter_weight == 0:
             return 0.0, math.inf
         shrink = self.weight_sq / self.weight**2 / self.scatter_weight
-        num_steps = self.weight**2 / self.weight_sq  # as many as weigh alike
         return fieller_limits(
             signal=self.signal / self.weight,
             noise=max(self.noise / self.weight, 0.0),
             signal_var=shrink * self.signal_scatter,
             noise_var=shrink * self.noise_scatter,
             covariance=shrink * self.joint_scatter,
-            quantile=student_quantile(_degrees_of_freedom(num_steps)),
+            quantile=student_quantile(self._degrees_of_freedom()),
         )
 
+    def _degrees_of_freedom(self) -> float:
+        """Return how well variances are known: as by so many independent values.
 
-def _degrees_of_freedom(num_steps: float) -> float:
-    """Return how many independent values know a variance as well as the n - 1 successive differences of n steps."""
-    return max(1.0, 2 * (num_steps - 1) ** 2 / max(3 * num_steps - 4, 1.0))
+        m successive differences that weigh alike are worth 2 m^2/(3 m - 1) of them, since neighbours share a step.
+        """
+        if self.scatter_weight_sq == 0:  # of an older state, until the next step on the same split
+            return math.inf
+        num_differences = max(1.0, self.scatter_weight**2 / self.scatter_weight_sq)
+        return 2 * num_differences**2 / (3 * num_differences - 1)
 
 
 @dataclass(kw_only=True)
@@ -160,7 +166,7 @@ class NoiseTracker:
         self._batch_norm = batch_norm
         self._smoothing, self._is_resized = smoothing or _SMOOTHING, smoothing is None
         self._control, self._averages, self._steps = ControlVariate(), _Averages(), _Steps()
-        self._num_batches = 1  # that pile up for one step of the optimizer
+        self.num_batches = 1  # that pile up for one step of the optimizer: phi is in samples of them all
 
     def update(
         self, local_batches: npt.ArrayLike, local_sqnorms: npt.ArrayLike, global_sqnorm: float
@@ -253,7 +259,7 @@ class NoiseTracker:
             previous = s
         stepped = np.flatnonzero(window.valid.all(axis=1))
         if len(stepped):
-            self._num_batches = int(window.accumulated[stepped[-1]])
+            self.num_batches = int(window.accumulated[stepped[-1]])
 
     def summary(self) -> Noise | None:
         """Return what is known by now, for a decision; None before the first step."""
@@ -337,7 +343,7 @@ class NoiseTracker:
         if not (np.isfinite(batches).all() and (batches > 0).all()):
             raise InvalidInputError(f"total_batch={total_batch}: a total batch is a positive number of samples")
         known = Noise(signal_sqnorm=self.signal_sqnorm, noise_trace=self.noise_trace)
-        shares = known.efficiency(self._num_batches * batches, self._num_batches * self._initial_batch)
+        shares = known.efficiency(self.num_batches * batches, self.num_batches * self._initial_batch)
         return shares if batches.ndim else float(shares)
 
     def supported(self, total_batches: IntArray, now: int) -> FloatArray:
@@ -357,7 +363,7 @@ class NoiseTracker:
         phi = (
             Noise(noise_trace=1.0, signal_sqnorm=0.0) if low == math.inf else Noise(noise_trace=low, signal_sqnorm=1.0)
         )
-        sure = phi.efficiency(self._num_batches * np.maximum(total_batches, now), self._num_batches * now)
+        sure = phi.efficiency(self.num_batches * np.maximum(total_batches, now), self.num_batches * now)
         return np.where(total_batches > now, self.efficiency(now) * sure, shares)
 
     @overload
@@ -376,7 +382,7 @@ class NoiseTracker:
     def state_dict(self) -> dict[str, Any]:
         """Return everything learned, in plain types; through JSON and back it continues bit for bit."""
         learned = {"control": asdict(self._control), "averages": asdict(self._averages), "steps": asdict(self._steps)}
-        return {**learned, "num_batches": self._num_batches}
+        return {**learned, "num_batches": self.num_batches}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` returned; anything else raises StateError and changes nothing."""
@@ -385,7 +391,7 @@ class NoiseTracker:
         if not num_batches >= 1 or state.keys() - {"num_batches"} != kinds.keys():
             raise StateError(f"not the state of a NoiseTracker: {state!r:.200}; load what state_dict() returned")
         self._control, self._averages, self._steps = [_restored(kinds[name], state[name]) for name in kinds]
-        self._num_batches = int(num_batches)
+        self.num_batches = int(num_batches)
 
     def _blend(self, spread: float) -> float:
         return 1.0 if self._batch_norm else self._control.blend(spread)

@@ -38,9 +38,10 @@ _TRUST_DOWN = 8.0  # and at least the smallest one divided by this.
 # there is no noise: g times the samples take at most g times as long, so at worst goodput falls with efficiency, by
 # (phi + B)/(phi + g B), which is 1/2 at g = 2 + phi/B.
 _GROWTH, _LEAP = 2.0, 8.0
-# Another total batch must gain this much, or less the longer the present one has been right: as much as the change
-# costs, `_RELEARNED` steps and those of new sizes, over as many steps again.
-_GAIN, _LEAST_GAIN, _RELEARNED = 0.05, 0.01, 5.0
+# Another total batch must promise a gain of `_GAIN`. The longer the present one has run, the less: what a change costs
+# in steps, `_RELEARNED` and those of new sizes, divided by that age, but never below `_LEAST_GAIN`.
+_GAIN, _LEAST_GAIN = 0.05, 0.01
+_RELEARNED = 5.0  # steps
 # A gain in step time is believed only if it exceeds `_SAME` (against the even split) or `_WORTH` (against the present
 # one: at a new size a GPU has one slow step), and the given multiple of the precision to which a rank's time is known.
 # The best of n noisy times looks 1 to 2 times that precision better than it is: equal ranks stay even.
@@ -79,7 +80,8 @@ class Controller:
         self._phase = "even"  # "guess" while the second window's split is tried, "optperf" from then on
         self._excess = 0.0  # log of measured over modelled step time: jitter makes the slowest of n slower
         self._sizes = SizeHistory(job.num_ranks)
-        self._steady_since = 0  # step of the last change of the total batch or of a rank's speed
+        # Step of the last change of the total batch or of a rank's speed; None until the first window after a resume.
+        self._steady_since: int | None = 0
         self._last_change: int | None = None  # step at which a rank was last seen to change its speed
         self._ran: tuple[int, ...] | None = None  # the split that was seen to run last
 
@@ -90,6 +92,8 @@ class Controller:
         self._own_caps = window.max_batch
         self._caps = np.where(self._own_caps < NO_MAX, NO_MAX, self._caps)
         job = job.limited(self._caps, self._plan.total_batch)
+        if self._steady_since is None:
+            self._steady_since = window.first_step
         changes = self._learner.observe(window)
         self._sizes.observe(window)
         self._ran = tuple(window.local_batches[-1].tolist())
@@ -202,6 +206,8 @@ class Controller:
         `in_force` is whether a step of the window ran under the plan made last, `is_measured` whether a valid one did.
         """
         before, self._plan = self._plan, plans.within_bounds(self._plan, job, step)
+        if self._plan.total_batch != before.total_batch:
+            self._steady_since = step
         if model.cluster is None:
             if self._plan is before:
                 self._plan = replace(self._plan, reason=f"kept: {model.reason}")
@@ -336,11 +342,15 @@ class Controller:
 
     def _least_gain(self, step: int, local_batches: tuple[int, ...]) -> float:
         """Return the share of a step's time that a change must save to be worth its cost while the plan lives."""
-        age = step - self._steady_since
+        age = self._age(step)
         # Whether a loader has become faster is found out by small changes, which must not have to wait for large ones.
         risk = _RISK if age > _UNSETTLED and not self._learner.loading.known.any() else 0.0
         least = _STEADY_LIFE if self._last_change is None else _LEAST_LIFE
         return (self._sizes.change_steps(local_batches) + risk) / max(age, least)
+
+    def _age(self, step: int) -> int:
+        """Return for how many steps the total batch and the ranks' speeds have stayed."""
+        return max(step - (step if self._steady_since is None else self._steady_since), 1)
 
     def _many_sizes(self) -> list[str]:
         """Say how many sizes a rank has run where a compiler that does not allow for other sizes may suffer."""
@@ -371,9 +381,9 @@ class Controller:
         if (smallest == largest).all():
             # Each rank has run one size, and fixed time cannot be told from time per sample: it is tried once.
             step_s = np.where(grid > now, step_s[grid == now], step_s)
-        growth = min(_LEAP, _GROWTH + noise.limits[0] / now)
-        cost_steps, age = _RELEARNED + self._sizes.cost_steps, max(step - self._steady_since, 1)
-        threshold = min(_GAIN, max(_LEAST_GAIN, cost_steps / age))
+        growth = min(_LEAP, _GROWTH + noise.limits[0] / (noise.num_batches * now))
+        cost_steps = _RELEARNED + self._sizes.cost_steps
+        threshold = min(_GAIN, max(_LEAST_GAIN, cost_steps / self._age(step)))
         choice = choose_total(grid, step_s, noise.supported(grid, now), now, threshold=threshold, growth=growth)
         noise_scale = f"{noise.noise_scale:.0f}"
         if "biased" in noise.flags:
@@ -476,7 +486,9 @@ class Controller:
                 if before is not None and "max_batch" in state:  # older states have none
                     caps[rank] = whole("max_batch", state["max_batch"][before], 1, NO_MAX)
             excess = number("excess", state["excess"], -20.0, 20.0)
-            steady_since = whole("steady_since", state.get("steady_since", 0), -1)
+            steady_since = None  # another process counts its steps anew, and other ranks have not been steady
+            if is_same_process and state.get("steady_since") is not None:
+                steady_since = whole("steady_since", state["steady_since"], -1)
             self._noise.load_state_dict(state["noise"])  # all or nothing
         self._learner, self._sizes, self._caps = learner, sizes.with_ranks(was), caps
         self._excess, self._steady_since = excess, steady_since
