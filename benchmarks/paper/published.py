@@ -26,6 +26,7 @@ OVERHEAD: dict[str, tuple[float | None, float | None]] = {
 
 # What was measured for real, in committed reports; "none" where nothing was. Links are from benchmarks/reports.
 _NCCL, _GPU, _LAB = "[NCCL](2026-11-16-nccl.md)", "[GPU](2026-11-15-gpu.md)", "[lab](2026-11-15-lab.md)"
+_OVERLAP = "[overlap](2026-11-18-overlap.md)"
 REAL = {
     "inputs": "one H200 in shares, CPU ranks ([examples](../../examples/README.md) train smaller relatives)",
     "gamma": f"none of a network; of spin kernels to 0.2% ({_NCCL})",
@@ -42,7 +43,7 @@ REAL = {
     "([GPU, the limit](2026-11-16-gpu.md))",
     "steps even": f"3 to 52% on three NCCL ranks ({_NCCL}); 0 to 55% on shares of one H200 ({_GPU})",
     "steps lb-bsp": f"-0.8 to +1.9%, LB-BSP really run ({_NCCL}); 1.0 to 2.6% ({_LAB})",
-    "overlap": "none",
+    "overlap": f"LB-BSP, settled, 8.9 to 9.9% above ours, on ranks chosen for it ({_OVERLAP})",
     "change": "none",
     "sweep": f"step time below even, speeds 1, .8, .6: 3 to 18%; 1, .5, .25: 8 to 52% ({_NCCL})",
     "prediction": f"before a plan ran median 2.4%, worst 8.2% ({_NCCL})",

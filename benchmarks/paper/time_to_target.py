@@ -131,8 +131,8 @@ def _changes(cells: dict[str, Any], workloads: Sequence[str]) -> list[str]:
     if not rows:
         return []
     return [
-        "Right after each change of the total, time of ours over the best split's, without noise (no first plan lives "
-        "for more than 10 steps before it is corrected):",
+        "Right after each change of the total, time of ours over the best split's, without noise (the next window "
+        "shows how the split does, and corrects it):",
         "",
         table(["workload", "changes", "median", "largest", f"from step {_YOUNG} on: median, largest"], rows),
         "",
