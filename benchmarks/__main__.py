@@ -10,6 +10,7 @@ from itertools import takewhile
 # Name -> module, whose `main()` needs no arguments. Other modules here are parts of these, or need data.
 BENCHMARKS = {
     "adaptdl": "adaptdl_overhead",
+    "adapters": "adapters",
     "advice": "advice",
     "chaos": "chaos.run",
     "controller": "controller",
@@ -31,7 +32,7 @@ BENCHMARKS = {
     "solver": "solver",
 }
 # Those whose `main()` takes a list of options.
-WITH_OPTIONS = ("advice", "chaos", "gpu", "lab_limit", "paper", "resuming", "settling", "snapshot", "soak")
+WITH_OPTIONS = ("adapters", "advice", "chaos", "gpu", "lab_limit", "paper", "resuming", "settling", "snapshot", "soak")
 
 
 def main(arguments: list[str]) -> int:

@@ -190,7 +190,7 @@ def weighed_totals(rank: int, no_sync: bool) -> tuple[set[str], int]:
     model = HeteroDataParallel(net, optimizer)
     loader = HeteroDataLoader(digits(), model=model, batch_size=12, max_batch_size=48)
     reasons = set()
-    for number, (inputs, targets) in enumerate(chain(loader, loader)):  # the total soon leaves one pass few steps
+    for number, (inputs, targets) in enumerate(chain(*[loader] * 5)):  # the total may soon leave a pass few steps
         with nullcontext() if number % 2 or not no_sync else model.no_sync():
             (nn.functional.cross_entropy(model(inputs), targets) / 2).backward()
         if number % 2:
