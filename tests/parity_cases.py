@@ -28,10 +28,10 @@ from torch.utils.data import TensorDataset
 from cannikin.core.planner import Decision, Noise
 from cannikin.core.policies.plans import make_plan
 from cannikin.core.values import Job, StepWindow
+from cannikin.runtime.entry import BatchEntry
 from cannikin.runtime.loader import HeteroDataLoader
 from cannikin.runtime.parallel import HeteroDataParallel
 from cannikin.runtime.passes import epoch_order
-from cannikin.runtime.step import BatchEntry
 
 DEVICE = "cpu"  # tests on a GPU set it in the process of each rank
 NUM_STEPS = 20

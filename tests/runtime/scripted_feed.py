@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from cannikin.core.policies.plans import make_plan
 from cannikin.core.values import Job, Plan
-from cannikin.runtime.step import BatchEntry, BatchQueue, BatchSource
+from cannikin.runtime.entry import BatchEntry, BatchSource
+from cannikin.runtime.waiting import BatchQueue
 
 Script = Sequence[Sequence[int]]  # the local batches of each step, taken in turn
 

@@ -18,7 +18,8 @@ from cannikin.core.schedule import Schedule
 from cannikin.core.values import Job, Plan
 from cannikin.errors import DisagreementError
 from cannikin.runtime.device import Cpu
-from cannikin.runtime.step import BatchEntry, StepInProgress
+from cannikin.runtime.entry import BatchEntry
+from cannikin.runtime.step import StepInProgress
 from cannikin.runtime.wire import (
     check_cuts,
     decode_decision,

@@ -14,8 +14,9 @@ from ranks import run_ranks
 from told import Raised, run_cases, values
 
 from cannikin.errors import InvalidInputError
+from cannikin.runtime.entry import BatchEntry
 from cannikin.runtime.slicing import Slicer
-from cannikin.runtime.step import BatchEntry, BatchQueue
+from cannikin.runtime.waiting import BatchQueue
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

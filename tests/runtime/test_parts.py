@@ -21,7 +21,8 @@ from ranks import run_ranks
 from told import run_cases, values
 from torch import nn
 
-from cannikin.runtime.parts import can_cut, cut_sizes
+from cannikin.runtime.parted_batch import cut_sizes
+from cannikin.runtime.parts import can_cut
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

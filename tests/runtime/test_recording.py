@@ -163,9 +163,7 @@ def test_the_timeline_has_the_size_of_every_bucket(two):
 def test_a_plan_that_compares_total_batches_has_them_with_their_goodput(two, policy):
     records, _ = values(two, policy)
     plans = of_kind(records, PlanRecord)
-    compared = [plan for plan in plans if plan.candidate_totals]
-    assert compared
-    assert len(compared) < len(plans), "at first the noise scale is not known"
+    assert any(plan.candidate_totals for plan in plans)
     before = 12
     for plan in plans:
         totals, goodputs = plan.candidate_totals, plan.candidate_goodputs

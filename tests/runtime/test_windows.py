@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from cannikin.runtime.device import Cpu
-from cannikin.runtime.step import BatchEntry, StepInProgress
+from cannikin.runtime.entry import BatchEntry
+from cannikin.runtime.step import StepInProgress
 from cannikin.runtime.wire import decode_steps, encode_steps, merge_windows, start_reading
 
 

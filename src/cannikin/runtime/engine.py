@@ -43,6 +43,7 @@ from cannikin.runtime.binding import (
 from cannikin.runtime.coordinator import Coordinator, Unplanned
 from cannikin.runtime.device import Device, find_device
 from cannikin.runtime.drawing import Draws
+from cannikin.runtime.entry import BatchEntry, BatchSource
 from cannikin.runtime.follow import Follower, leader_of
 from cannikin.runtime.hook import DdpReducer, Reducer
 from cannikin.runtime.loop import Loop
@@ -52,7 +53,6 @@ from cannikin.runtime.options import DrawOptions, OneOrMore, Options, check_mode
 from cannikin.runtime.profile_store import ProfileStore, introduce, model_key, share_profiles
 from cannikin.runtime.recorder import Recorder, check_metrics, end_run
 from cannikin.runtime.sharded import FsdpReducer
-from cannikin.runtime.step import BatchEntry, BatchSource
 from cannikin.runtime.update import Update, choose_rules
 from cannikin.runtime.weighting import (
     RunningStatistics,

@@ -16,9 +16,10 @@ import torch
 
 from cannikin.errors import BatchMatchError, InvalidInputError
 from cannikin.runtime.coordinator import Coordinator, Unplanned
+from cannikin.runtime.entry import BatchEntry
 from cannikin.runtime.loop import Loop
 from cannikin.runtime.memory import MemoryGauge
-from cannikin.runtime.step import BatchEntry, StepInProgress
+from cannikin.runtime.step import StepInProgress
 
 _NOT_OF_FOLLOWERS = ("policy", "observers", "run_dir", "profiles")
 
@@ -44,7 +45,7 @@ class Follower(Loop):
     def _watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if _is_watched(optimizer, self._leader):
             self._num_unused = None  # its steps are seen there
-            optimizer.register_step_post_hook(self._forget_group)
+            optimizer.register_step_post_hook(self._pile.clear)
         else:
             super()._watch_optimizer(optimizer)
 

@@ -25,10 +25,10 @@ from cannikin.core.cutting import Bookmark, num_steps, whole_number
 from cannikin.errors import InvalidInputError
 from cannikin.runtime.ending import PatientWorker
 from cannikin.runtime.engine import Engine
+from cannikin.runtime.entry import BatchEntry
 from cannikin.runtime.loop import Loop
 from cannikin.runtime.options import DataLoaderOptions, LoaderOptions, check_names, engine_of
 from cannikin.runtime.passes import CutStep, IndexSource, OverPasses, Passes, Source, job_of, refusing
-from cannikin.runtime.step import BatchEntry
 from cannikin.runtime.streams import CommonStream, OwnStream, list_fingerprint
 from cannikin.runtime.taken_apart import keywords_of
 

@@ -29,6 +29,7 @@ from cannikin.core.values import NO_MAX, Plan
 from cannikin.errors import BatchMatchError, InvalidInputError
 from cannikin.runtime.coordinator import Coordinator, Happened, Unplanned
 from cannikin.runtime.device import Device
+from cannikin.runtime.entry import BatchEntry, added_up, different_streams
 from cannikin.runtime.hook import Reducer
 from cannikin.runtime.memory import MemoryGauge
 from cannikin.runtime.notice import Notices
@@ -37,17 +38,9 @@ from cannikin.runtime.passage import at_end_of_backward
 from cannikin.runtime.profile_store import ProfileStore
 from cannikin.runtime.recorder import Recorder
 from cannikin.runtime.slicing import Slicer, tensors_of
-from cannikin.runtime.step import (
-    BatchEntry,
-    BatchQueue,
-    Part,
-    StepInProgress,
-    added_up,
-    check_size,
-    different_streams,
-    is_alike,
-)
-from cannikin.runtime.update import Rates, Update
+from cannikin.runtime.step import Part, StepInProgress
+from cannikin.runtime.update import Pile, Rates, Update
+from cannikin.runtime.waiting import BatchQueue, check_size
 from cannikin.runtime.weighting import (
     RunningStatistics,
     is_inward,
@@ -123,9 +116,7 @@ class Loop:
         self._has_marked_inputs = False  # whether the last forward's inputs were marked
         self._cuts_batches = False  # the script uses micro_batches()
         self._sizes: set[int] = set()  # local batches with which a step has been finished
-        self._unsynced = 0  # backward passes under no_sync whose gradients wait for the next synchronised one
-        self._group: list[StepInProgress] = []  # since the optimizer's last step, as far as their backward has begun
-        self._piled: list[StepInProgress] = []  # those whose gradients the parameters still have
+        self._pile = Pile(update, out_of_sight=reducer.keeps_piles)
         self._num_taken = 0
         self._has_skipped = False  # whether the warning about skipped batches was given
         self._num_unused: int | None = 0  # gradients that no optimizer step of ours has used; None after the first one
@@ -248,7 +239,7 @@ class Loop:
         Others may wait in a loop that looks ahead: the loader's state is the place where the oldest begins.
         """
         is_known = self.queue.place is not None and self.step is not None and self.step.backward_began
-        return not self._piled and (is_known or not self.queue)
+        return not self._pile.has_gradients and (is_known or not self.queue)
 
     def give_up(self) -> None:
         """Tell the ranks that wait for this one's part of the next step that there will be none: it could not read."""
@@ -361,7 +352,7 @@ class Loop:
     def _accumulates(self, module: Any) -> bool:
         """Return whether gradients of this forward pile up on others, or under others."""
         synced = self._reducer.syncs(module) if self._part is None else self._part.synced
-        return not synced or self._unsynced > 0
+        return not synced or self._pile.waits_for_sync
 
     def _output_scale(self, module: Any, step: StepInProgress) -> Callable[[], float] | None:
         """Return what tells the factor on the gradient of this forward's outputs; None where there is none."""
@@ -432,8 +423,8 @@ class Loop:
             previous.next_scale = scale
             previous.unwatch()
             if previous.backward_began:
-                self._pile(previous)
-                self._unsynced = 0 if previous.synced else self._unsynced + 1
+                self._add_to_pile(previous)
+                self._pile.end_step(previous)
                 self._warn_if_unused(previous)
         self._meet(entry, previous)
         step = StepInProgress(entry=entry, valid=self._num_taken >= self._reducer.num_first_steps, loss_scale=scale)
@@ -547,7 +538,7 @@ class Loop:
         def begin(*_: Any) -> None:
             self._notices.begin_backward()
             step.task = torch._C._current_graph_task_id()
-            self._pile(step)
+            self._add_to_pile(step)
             # Of a batch in parts, all but the last one's backward counts as what comes before.
             if step.backward_start is None or (part is not None and not step.synced):
                 step.backward_start = self._device.mark()
@@ -573,38 +564,22 @@ class Loop:
             _explain_unmarked(output, needed=scale is not None)
         return output
 
-    def _pile(self, step: StepInProgress) -> None:
-        """Add a step whose backward begins to those whose gradients the optimizer will use together.
-
-        Norms tell of the noise where all of the bucket is this rank's own, from batches split alike: of gradients that
-        pile up under no_sync, or of the first batch after a step of the optimizer.
-        """
-        if step.accumulated:
-            return
-        kept = self._update.has_gradients() or (self._reducer.keeps_piles and self._unsynced > 0)
-        if self._piled and not kept:
-            self._piled.clear()
-            if not step.entry.is_extra:  # a step was skipped, or a batch thrown away; else SAM trains on it again
-                self._update.progress.forgone += self._worth().batches
-                self._group.clear()
-        step.take_norms = step.take_norms and all(is_alike(step, earlier) for earlier in self._piled)
-        self._group.append(step)
-        self._piled.append(step)
-        step.accumulated = len(self._piled)
-
-    def _forget_group(self, *_: Any) -> None:
-        self._group.clear()
-        self._piled.clear()
+    def _add_to_pile(self, step: StepInProgress) -> None:
+        """Let the optimizer's next step use the gradients of this one, whose backward begins."""
+        forgone = self._pile.add(step)
+        if forgone:
+            progress = self._update.progress
+            progress.forgone += self.coordinator.worth(progress, forgone).batches
 
     def _worth(self) -> Worth:
         """Return what a step of the optimizer would be worth now."""
-        return self.coordinator.worth(self._update.progress, self._group)
+        return self.coordinator.worth(self._update.progress, self._pile.steps)
 
     @property
     def passed(self) -> float:
         """Initial batches that all batches so far were worth, those whose gradients no step has used included."""
         progress = self._update.progress
-        return progress.batches + progress.forgone + (self._worth().batches if self._group else 0.0)
+        return progress.batches + progress.forgone + (self._worth().batches if self._pile.steps else 0.0)
 
     # The optimizer.
 
@@ -642,19 +617,19 @@ class Loop:
                 "HeteroDataParallel or DistributedDataParallel made, model(x), not the network in it"
             )
         if step is not None and step.backward_began:
-            self._pile(step)
+            self._add_to_pile(step)
         if step is not None and step.synced and step.optimizer_start is None:  # of several the first
             step.optimizer_start = self._device.mark()
-        if self._group:
+        if self._pile.steps:
             self._update.num_batches = self._worth().num_batches
         rates.scale(self.coordinator.lr_factor(self._update, self.current_step, rates))
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         step = self.step
         self._update.rates_of(optimizer).give_back()
-        if self._group:  # of several optimizers the first to step has all of the group's worth
+        if self._pile.steps:  # of several optimizers the first to step has all of the group's worth
             self._update.count(self._worth(), optimizer)
-            self._forget_group()
+            self._pile.clear()
         if step is not None and step.optimizer_start is not None:
             step.optimizer_end = self._device.mark()
             self.memory.end_step(step.forward_size)

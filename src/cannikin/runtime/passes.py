@@ -19,9 +19,9 @@ from cannikin.core.cutting import Bookmark, EpochState, cut, least_local, make_j
 from cannikin.core.ordering import NUM_STORED, IndexOrder
 from cannikin.core.values import Job, Plan
 from cannikin.errors import InvalidInputError
+from cannikin.runtime.entry import BatchEntry, BatchSource
 from cannikin.runtime.loop import Loop
 from cannikin.runtime.options import DrawOptions, LoaderOptions
-from cannikin.runtime.step import BatchEntry, BatchSource
 
 _log = logging.getLogger("cannikin")
 

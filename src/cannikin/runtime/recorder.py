@@ -41,7 +41,7 @@ from cannikin.runlog import (
 from cannikin.runlog.times import plan_of, rank_times, use_of
 from cannikin.runlog.writer import set_aside
 from cannikin.runtime.memory import MemoryGauge
-from cannikin.runtime.step import BatchQueue
+from cannikin.runtime.waiting import BatchQueue
 from cannikin.runtime.wire import Gathered
 from cannikin.words import split, use
 

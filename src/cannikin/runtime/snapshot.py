@@ -25,6 +25,7 @@ import torch
 from cannikin.core.cutting import whole_number
 from cannikin.errors import DisagreementError, InvalidInputError, StateError
 from cannikin.runtime.ending import EXIT_STATUS, Ending
+from cannikin.runtime.entry import PendingSum
 from cannikin.runtime.options import engine_of
 from cannikin.runtime.profile_store import model_key
 from cannikin.runtime.run_state import RunState
@@ -41,7 +42,6 @@ from cannikin.runtime.snapshot_file import (
     take_apart,
     write_snapshot,
 )
-from cannikin.runtime.step import PendingSum
 
 _LIMIT = timedelta(seconds=300)  # for one rank to wait for another at the start: datasets may take long to open
 _LAST_WORD = timedelta(seconds=60)  # for others to wait for rank 0's last snapshot

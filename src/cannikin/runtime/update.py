@@ -1,4 +1,4 @@
-"""Around `optimizer.step()`: learning rates that follow the total batch, progress, and the variance that Adam keeps.
+"""Around `optimizer.step()`: the gradients it uses, rates that follow the total batch, progress, and Adam's variance.
 
 Rates are scaled in the optimizer's public step hooks and given back after each step, so that schedulers, logging and
 checkpoints see the user's own rate.
@@ -19,6 +19,7 @@ from cannikin.core.schedule import Schedule
 from cannikin.errors import InvalidInputError
 from cannikin.runtime.device import Device, HostCopy
 from cannikin.runtime.options import engine_of
+from cannikin.runtime.step import StepInProgress
 
 _ADAM_FAMILY = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SparseAdam")  # and what is derived from them
 _WITHOUT_VARIANCE = ("Adamax", "SparseAdam")  # do not divide by the root of a variance of every parameter
@@ -180,6 +181,66 @@ class Update:
         groups = (group for rates in self.rates for group in rates.optimizer.param_groups)
         kept = (p for group in groups for p in group["params"] if p.grad is not None)
         return any(among is None or id(p) in among for p in kept)
+
+
+class Pile:
+    """The batches whose gradients pile up until the optimizer's next step uses them together.
+
+    Args:
+        update: of this model.
+        out_of_sight: whether gradients under no_sync are kept where neither the optimizer nor zero_grad sees them.
+    """
+
+    def __init__(self, update: Update, *, out_of_sight: bool) -> None:
+        self._update, self._out_of_sight = update, out_of_sight
+        self.steps: list[StepInProgress] = []  # since the optimizer's last one, as far as their backward has begun
+        self._kept: list[StepInProgress] = []  # those whose gradients the parameters still have
+        self._num_unsynced = 0  # backward passes under no_sync whose gradients wait for the next synchronised one
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients of some batch are in no weight yet."""
+        return bool(self._kept)
+
+    @property
+    def waits_for_sync(self) -> bool:
+        """Whether the next backward's gradients come upon others that are not reduced yet."""
+        return self._num_unsynced > 0
+
+    def add(self, step: StepInProgress) -> list[StepInProgress]:
+        """Put a step whose backward begins on top, once; return those whose gradients nobody will use.
+
+        Norms tell of the noise where all of the bucket is this rank's own, from batches split alike: of gradients that
+        pile up under no_sync, or of the first batch after a step of the optimizer.
+        """
+        if step.accumulated:
+            return []
+        forgone: list[StepInProgress] = []
+        kept = self._update.has_gradients() or (self._out_of_sight and self.waits_for_sync)
+        if self._kept and not kept:
+            self._kept = []
+            if not step.entry.is_extra:  # a step was skipped, or a batch thrown away; else SAM trains on it again
+                forgone, self.steps = self.steps, []
+        step.take_norms = step.take_norms and all(_is_alike(step, earlier) for earlier in self._kept)
+        self.steps.append(step)
+        self._kept.append(step)
+        step.accumulated = len(self._kept)
+        return forgone
+
+    def end_step(self, step: StepInProgress) -> None:
+        """Take note that the backward of the uppermost step is over."""
+        self._num_unsynced = 0 if step.synced else self._num_unsynced + 1
+
+    def clear(self, *_: object) -> None:
+        """Begin anew: the optimizer has stepped."""
+        self.steps, self._kept = [], []
+
+
+def _is_alike(step: StepInProgress, earlier: StepInProgress) -> bool:
+    """Return whether an earlier batch, whose gradient lies below this step's, was split alike and not reduced yet."""
+    now, before = step.entry, earlier.entry
+    same = (now.local_batch, now.total_batch) == (before.local_batch, before.total_batch)
+    return same and not (earlier.synced or earlier.uneven_items)
 
 
 class Variance(NamedTuple):

@@ -35,8 +35,9 @@ from cannikin.core.planner import Decision, Noise
 from cannikin.core.values import NO_MAX, BoolArray, FloatArray, LayerTimes, Plan, StepWindow
 from cannikin.errors import DisagreementError
 from cannikin.runtime.device import DEVICES, Device, HostCopy
+from cannikin.runtime.entry import BatchEntry, PendingSum
 from cannikin.runtime.lookout import Lookout
-from cannikin.runtime.step import BatchEntry, PendingSum, StepInProgress, StepRecord
+from cannikin.runtime.step import StepInProgress, StepRecord
 
 _log = logging.getLogger("cannikin")
 _c10d: Any = dist.distributed_c10d
