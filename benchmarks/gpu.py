@@ -10,10 +10,11 @@ Parts, with the minutes that they are guessed to take on an H200 (each launch is
     limit       even, LB-BSP really run, ours and the best found, on two shapes and two totals of each network:
                 `limit --networks resnet18,neumf,resnet50,deepspeech2` 8, `--networks bert` 6, `--networks gpt2-small` 6
     settling    the split at step 30 of 42 starts, on 21 random shapes of 2, 3 and 4 ranks                         6
-    overlap     as limit, where devices differ in their ratio of forward to backward                             1.5
+    overlap     as limit, beside the paper's method too, where devices differ in their ratio of forward to backward  2
     overhead    plain DDP beside ours with an even plan, and the hook's own time                                   4
     sharded     as limit and overhead, of 355 million parameters under fully_shard                                 9
     forms       no backend named, "nccl", "cpu:gloo,cuda:nccl": plans, and what was learned beside the truth       2
+    gammas      each network on one rank at five sizes: where in backward the first bucket is ready, on its own    1.5
     record      every step's measurements as JSON, for work on the learner                                       1.5
     stability   plans of 300 steps where communication decides, and beside a neighbour who comes and goes          1
     sharing     a load that begins on one share in mid-run (mps)                                                   1
@@ -38,6 +39,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import launching
+from benchmarks.gpu_splits import PAPER_EPOCH
 from benchmarks.gpu_tasks import NETWORKS, recipe_of
 from cannikin.lab.mechanisms import MECHANISMS
 
@@ -47,6 +49,7 @@ SPREAD, CLOSE = (1.0, 0.5, 0.25), (1.0, 0.8, 0.6)
 SHARES = ((0.60, 0.25, 0.12), (0.40, 0.25, 0.15, 0.10))  # of the GPU, by MPS
 FORMS = ("", "nccl", "cpu:gloo,cuda:nccl")
 THIRD = 1 / 3
+_NAMES = ("ours", "ours at 30", "lb-bsp", "paper", "even")
 LAUNCHES = 3  # of the jobs of one launch, where some fail
 
 
@@ -107,20 +110,22 @@ class Bed:
             "keywords": {"kind": kind, **keywords},
         }
 
-    def limit(self, kind: str, total: int, speeds: Sequence[float], **others: Any) -> Job:
+    def limit(self, kind: str, total: int, speeds: Sequence[float], *, paper_epochs: int = 0, **others: Any) -> Job:
         """Make a job that compares ours with the rest at one total."""
         recipe = recipe_of(kind, self.device)
         is_slow = recipe.step_ms > 100  # hundreds of steps would take minutes
-        steps, lb_steps, search_s = self.steps(recipe.steps), self.steps(90 if is_slow else 120), self.search_s(kind)
+        steps, search_s = self.steps(recipe.steps), self.search_s(kind)
+        lb_steps = 0 if recipe.sharded else self.steps(90 if is_slow else 120)
         return self.job(
             "limit",
             kind,
             speeds,
-            num_steps=steps + lb_steps,
+            num_steps=steps + lb_steps + PAPER_EPOCH * paper_epochs,
             further_s=1.5 * search_s,
             total=total,
             steps=steps,
             lb_steps=lb_steps,
+            paper_epochs=paper_epochs,
             moved=[0.04] if is_slow else [0.02, 0.06],
             search_s=search_s,
             **others,
@@ -153,7 +158,10 @@ def overlap(bed: Bed) -> list[Launch]:
         ("resnet18", (1.0, 1.0, 1.0), (0.9, THIRD, THIRD)),
         ("resnet50", SPREAD, (THIRD, THIRD, 0.6)),
     ]
-    jobs = [bed.limit(kind, bed.totals(kind)[1], speeds, forward_shares=shares) for kind, speeds, shares in cells]
+    jobs = [
+        bed.limit(kind, bed.totals(kind)[1], speeds, forward_shares=shares, paper_epochs=6)
+        for kind, speeds, shares in cells
+    ]
     return [Launch(jobs=jobs, backend=bed.backend)]
 
 
@@ -213,7 +221,7 @@ def overhead(bed: Bed) -> list[Launch]:
 def sharded(bed: Bed) -> list[Launch]:
     """Two totals of a sharded network on unlike ranks, and an even plan beside plain `fully_shard`."""
     kind = "gpt2-medium-fsdp"
-    keywords = {"local_batch": 8, "variants": ["raw", "control", "ours"], "rounds": 8 if bed.small else 90}
+    keywords = {"local_batch": 8, "variants": ["raw", "control", "ours"], "rounds": 8 if bed.small else 70}
     even = bed.job("overhead", kind, (1.0,) * 3, num_steps=0.6 * 3 * keywords["rounds"], spins=False, **keywords)
     jobs = [*(bed.limit(kind, total, SPREAD) for total in bed.totals(kind)), even]
     return [Launch(jobs=jobs, backend=bed.backend)]
@@ -229,6 +237,18 @@ def forms(bed: Bed) -> list[Launch]:
         ]
 
     return [Launch(jobs=jobs(), backend=backend) for backend in (("", "gloo") if bed.small else FORMS)]
+
+
+def gammas(bed: Bed) -> list[Launch]:
+    """The paper's five networks on one rank that does not spin, from few samples to many."""
+    jobs = []
+    for kind, largest in (("resnet18", 512), ("resnet50", 64), ("bert", 32), ("deepspeech2", 64), ("neumf", 4096)):
+        if kind in bed.networks:
+            sizes = [2, 4] if bed.small else [largest >> k for k in (6, 4, 3, 1, 0)]
+            steps = 15 if bed.small else 30
+            pace = 0.4 * len(sizes) * steps
+            jobs.append(bed.job("gammas", kind, (1.0,), num_steps=pace, spins=False, sizes=sizes, steps=steps))
+    return [Launch(jobs=jobs, backend=bed.backend)]
 
 
 def record(bed: Bed) -> list[Launch]:
@@ -281,6 +301,7 @@ PARTS: dict[str, Callable[[Bed], list[Launch]]] = {
     "overhead": overhead,
     "sharded": sharded,
     "forms": forms,
+    "gammas": gammas,
     "record": record,
     "stability": stability,
     "sharing": sharing,
@@ -341,8 +362,8 @@ def _totals(results: list[dict[str, Any]]) -> list[str]:
     lines = []
     cells = [r for r in results if r["job"] == "limit" and "failed" not in r]
     if cells:
-        names = ("ours", "ours at 30", "lb-bsp", "even")
-        worst = ", ".join(f"{name} {max(r['over_best'][name] for r in cells):.3f}" for name in names)
+        over = {name: [r["over_best"][name] for r in cells if name in r["over_best"]] for name in _NAMES}
+        worst = ", ".join(f"{name} {max(ratios):.3f}" for name, ratios in over.items() if ratios)
         control = max(abs(r["control_over_ours"] - 1) for r in cells)
         plans = [each["error"] for r in cells for each in r["predictions"]["plans"] if each["error"] is not None]
         optima = [r["predicted_ms"] / r["split_ms"]["best"] - 1 for r in cells if r["predicted_ms"] is not None]
@@ -376,7 +397,10 @@ def _line(r: dict[str, Any]) -> str:
 
 def _limit_words(r: dict[str, Any]) -> str:
     over = "  ".join(f"{name} {ratio:.3f}" for name, ratio in r["over_best"].items() if name not in ("best", "control"))
-    lb_bsp = "settled" if r["lb_bsp_settled"] else "not settled"
+    lb_bsp = ""
+    if "lb-bsp" in r["over_best"]:
+        settled = "settled" if r["lb_bsp_settled"] else "not settled"
+        lb_bsp = f"; LB-BSP {settled} after {r['lb_bsp_moves']} moves in {r['lb_bsp_steps']} steps"
     plans = [each["error"] for each in r["predictions"]["plans"] if each["error"] is not None]
     optimum = "none" if r["predicted_ms"] is None else f"{r['predicted_ms'] / r['split_ms']['best'] - 1:+.1%}"
     return (
@@ -384,8 +408,7 @@ def _limit_words(r: dict[str, Any]) -> str:
         f"control {r['control_over_ours'] - 1:+.1%}, IQR {r['iqr_pct']['ours']:.1f}%; "
         f"use {r['use']['ours']:.0%} (even {r['use']['even']:.0%}, best {r['use']['best']:.0%}); predicted before a "
         f"plan ran, off by: {_spread(plans)}; against the best: {optimum}; "
-        f"{r['changes_after_60']} changes after step 60 of {r['steps']}; "
-        f"LB-BSP {lb_bsp} after {r['lb_bsp_moves']} moves in {r['lb_bsp_steps']} steps"
+        f"{r['changes_after_60']} changes after step 60 of {r['steps']}{lb_bsp}"
     )
 
 
@@ -424,6 +447,14 @@ def _truth_words(r: dict[str, Any]) -> str:
     )
 
 
+def _gammas_words(r: dict[str, Any]) -> str:
+    rows = (
+        f"{row['size']}: {row['gamma']:.3f} +- {row['gamma_std']:.3f} ({row['before_share']:.2f})"
+        for row in r["by_size"]
+    )
+    return f"{r['buckets']} buckets; gamma by local batch (part of a step before backward): {', '.join(rows)}"
+
+
 def _stability_words(r: dict[str, Any]) -> str:
     load = f"; under load {r['changes_under_load']} changes" if "changes_under_load" in r else ""
     path = " ".join(f"{step}:{'/'.join(map(str, split))}" for step, split in r["plan_path"][-6:])
@@ -439,6 +470,7 @@ _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "overhead": _overhead_words,
     "hook": _hook_words,
     "truth": _truth_words,
+    "gammas": _gammas_words,
     "record": lambda r: f"{r['steps']} steps, {r['buckets']} buckets in {r['file']}",
     "stability": _stability_words,
     "noisy": _stability_words,

@@ -17,13 +17,14 @@ from benchmarks.gpu_steps import Alone, Run, Split, agreed, agreed_split, by_tur
 from benchmarks.gpu_tasks import Task
 from cannikin.core.perf import Cluster, hardware_use, step_time
 from cannikin.core.planner import Decision
-from cannikin.core.policies import LbBspPlanner
+from cannikin.core.policies import LbBspPlanner, PaperPlanner
 from cannikin.core.split import optimal_split
 from cannikin.core.values import Job, Plan, StepWindow
 from cannikin.runlog import EventRecord, Predictions, Record
 
 AT = 30  # the step by which a run is to have settled
 LATE = 60  # plan changes from here on are to be few
+PAPER_EPOCH = 15  # steps of the paper's method, which plans once per epoch
 
 
 def limit(
@@ -35,21 +36,31 @@ def limit(
     *,
     steps: int,
     lb_steps: int,
+    paper_epochs: int,
     moved: Sequence[float],
     search_s: float,
     device: str,
     folder: str,
 ) -> dict[str, Any]:
-    """Train under ours, then under LB-BSP, and measure their splits beside plain DDP's and the best of a search.
+    """Train under ours, then under others, and measure their splits beside plain DDP's and the best of a search.
 
-    The run log of ours stays in the folder, to find out why where it is not good.
+    The others are LB-BSP and the paper's method, each where it has steps. The run log of ours stays in the folder, to
+    find out why where it is not good.
     """
     task = Task(kind, largest=total, device=device)
     log, predictions = f"{folder}/run-{kind}-{total}-{'-'.join(map(str, speeds))}", Predictions()
     run = train(task, total, steps, run_dir=log, observers=[predictions])
     predicted = predictions.numbers()  # before the steps of the search
-    lb = _train_lb_bsp(task, total, lb_steps)
-    named = {"even": _even(total), "lb-bsp": lb.splits[-1], "ours": run.splits[-1], "ours at 30": _at(run, AT)}
+    named = {"even": _even(total), "ours": run.splits[-1], "ours at 30": _at(run, AT)}
+    others = {}
+    if lb_steps:
+        lb = _train_lb_bsp(task, total, lb_steps)
+        named["lb-bsp"], moves = lb.splits[-1], len(lb.first_steps) - 1
+        others = {"lb_bsp_steps": len(lb.plans), "lb_bsp_moves": moves, "lb_bsp_settled": len(lb.plans) < lb_steps}
+    if paper_epochs:
+        job = Job(num_ranks=len(speeds), batch_size=total, num_samples=PAPER_EPOCH * total)
+        paper = train(task, total, paper_epochs * PAPER_EPOCH, policy=PaperPlanner(job))
+        named["paper"], others["paper_path"] = paper.splits[-1], paper.path()
     known = cluster_of(kind, speeds, forward_shares, sample_ms / 1e3)
     found = _search(task, run, named, _guesses(known, total, speeds), moved, search_s)
     alone, use = Alone(task), {}
@@ -59,9 +70,7 @@ def limit(
     return {
         **found,
         "use": use,
-        "lb_bsp_steps": len(lb.plans),
-        "lb_bsp_moves": len(lb.first_steps) - 1,
-        "lb_bsp_settled": len(lb.plans) < lb_steps,
+        **others,
         **about(run),
         "predictions": predicted,
     }

@@ -126,30 +126,65 @@ def record(kind: str, total: int, speeds: Sequence[float], *, steps: int, folder
     readiness and end after backward began, seconds of the step by an event at its end, whether the measurement counted
     and whether the batch was new to the rank.
     """
-    task, rank, n = Task(kind, largest=total, device=device), dist.get_rank(), dist.get_world_size()
-    job = Job(num_ranks=n, batch_size=total)
+    task = Task(kind, largest=total, device=device)
+    splits = scripted(total, speeds, steps, np.random.default_rng(7))
+    windows, seconds, sizes = _recorded(task, splits)
+    wall = gathered(seconds.tolist(), device).T
+    if dist.get_rank() != 0:
+        return {}
+    rows = _rows(windows, splits, wall)
+    path = Path(folder) / f"record-{kind}.json"
+    head = {"kind": kind, "total": total, "speeds": list(speeds), "bucket_bytes": sizes}
+    path.write_text(_compact({**head, "steps": rows}))
+    return {"file": path.name, "steps": len(rows), "buckets": len(sizes)}
+
+
+def _recorded(task: Task, splits: list[Split]) -> tuple[list[StepWindow], np.ndarray, list[int]]:
+    """Take a step with each split; return the windows that rank 0 saw, this rank's seconds and the buckets' bytes."""
+    rank, largest = dist.get_rank(), max(sum(split) for split in splits)
+    job = Job(num_ranks=dist.get_world_size(), batch_size=largest)
     planner = _Recorder(job)
     net = task.network()
     optimizer = task.optimizer(net)
     model = HeteroDataParallel(net, optimizer, policy=planner)
     model.engine.bind(MadeHere(), job, {})
-    splits = scripted(total, speeds, steps, np.random.default_rng(7))
-    clock = Clock(device)
+    clock = Clock(task.device)
     clock.tick()
     for split in [*splits, *([splits[-1]] * 20)]:  # the last window's way to rank 0 takes some steps more
-        model.use_batch(split[rank], total)
+        model.use_batch(split[rank], sum(split))
         train_step(task, model, optimizer, split[rank])
         clock.tick()
-    wall = gathered(clock.seconds()[: len(splits)].tolist(), device).T
-    if rank != 0:
-        return {}
     assert isinstance(model.engine.coordinator.planner, _Recorder)  # it is done with its windows
-    rows = _rows(planner.windows, splits, wall)
-    sizes = bucket_bytes(model.engine)
-    path = Path(folder) / f"record-{kind}.json"
-    head = {"kind": kind, "total": total, "speeds": list(speeds), "bucket_bytes": sizes}
-    path.write_text(_compact({**head, "steps": rows}))
-    return {"file": path.name, "steps": len(rows), "buckets": len(sizes)}
+    return planner.windows, clock.seconds()[: len(splits)], bucket_bytes(model.engine)
+
+
+def gammas(kind: str, sizes: Sequence[int], *, steps: int, device: str) -> dict[str, Any]:
+    """Measure one rank alone, as fast as it is, at local batches of these sizes, so many steps each.
+
+    gamma is the part of backward after which the first bucket is ready. The spread is between steps; the first fifth of
+    the steps at a size do not count.
+    """
+    splits = [(size,) for size in sizes for _ in range(steps)]
+    windows, _, buckets = _recorded(Task(kind, largest=max(sizes), device=device), splits)
+    found: dict[int, list[tuple[float, float]]] = {size: [] for size in sizes}
+    for window, s in ((seen, s) for seen in windows for s in range(seen.num_steps)):
+        step = window.first_step + s
+        if step < len(splits) and step % steps >= steps // 5 and window.valid[s, 0]:
+            ready_s, before_s = window.ready_s[s, 0], float(window.before_s[s, 0])
+            whole_s = float(ready_s[-1])
+            found[splits[step][0]].append((float(ready_s[0]) / whole_s, before_s / (before_s + whole_s)))
+    rows = [
+        {
+            "size": size,
+            "steps": len(pairs),
+            "gamma": float(np.mean([gamma for gamma, _ in pairs])),
+            "gamma_std": float(np.std([gamma for gamma, _ in pairs])),
+            "before_share": float(np.median([share for _, share in pairs])),
+        }
+        for size, pairs in found.items()
+        if pairs
+    ]
+    return {"buckets": len(buckets), "by_size": rows}
 
 
 def scripted(total: int, speeds: Sequence[float], steps: int, rng: np.random.Generator) -> list[Split]:
@@ -207,4 +242,4 @@ def _compact(value: dict[str, Any]) -> str:
     return f'{head[:-1]}, "steps": [\n{steps}\n]}}\n'
 
 
-JOBS: dict[str, Callable[..., dict[str, Any]]] = {"truth": truth, "record": record}
+JOBS: dict[str, Callable[..., dict[str, Any]]] = {"truth": truth, "record": record, "gammas": gammas}

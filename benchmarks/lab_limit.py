@@ -1,8 +1,8 @@
 """How near cannikin comes to the best split on CPU ranks of the lab: `python -m benchmarks lab_limit`.
 
 Three ranks of unlike speeds, in five regimes. In each ours trains from an even start; then the step times of a grid of
-splits are measured in turns, and the best few again beside ours, LB-BSP's and plain DDP's. A second launch slows rank 0
-to half in mid-run. Prints one table per regime, and keeps every figure as JSON lines under --out.
+splits are measured in turns, and the best few again beside ours, LB-BSP's, the paper's and plain DDP's. A second launch
+slows rank 0 to half in mid-run. Prints one table per regime, and keeps every figure as JSON lines under --out.
 """
 
 from __future__ import annotations
@@ -110,8 +110,13 @@ def _limit_table(r: dict[str, Any]) -> str:
             f"  ours: even start, new plans in force at steps {r['changes']}",
             *_prediction_rows(r),
             f"  LB-BSP (run for real): {settled}, after {moves} moves",
+            f"  the paper's method (run for real): {_path(r['paper_plans'])}",
         ]
     )
+
+
+def _path(plans: list[dict[str, Any]]) -> str:
+    return "; ".join(f"step {plan['step']}: {', '.join(map(str, plan['split']))}" for plan in plans)
 
 
 def _prediction_rows(r: dict[str, Any]) -> list[str]:

@@ -23,6 +23,8 @@ from torch import nn
 
 from benchmarks.sample_numbers import Numbers
 from cannikin import HeteroDataLoader, HeteroDataParallel, optimal_split
+from cannikin.core.planner import Planner
+from cannikin.core.policies import PaperPlanner
 from cannikin.core.policies.plans import even_batches
 from cannikin.core.values import Job
 from cannikin.runlog import Predictions
@@ -34,6 +36,7 @@ ROUNDS = 3
 LAST = 100  # steps at the end of a run that the share of real work is taken from
 QUIET = 60  # steps without a move after which LB-BSP counts as settled
 MOST_STEPS = 400  # of LB-BSP
+PAPER_EPOCHS, PAPER_EPOCH = 8, 20  # of the paper's method, which plans once per epoch; steps in one
 LATTICE = 8  # parts that the total batch is cut into for the grid of all splits
 SHARES_MOVED = (0.01, 0.03, 0.08)  # of the total batch, between two ranks, for the grid around a split
 
@@ -62,7 +65,7 @@ class Training:
     """
 
     def __init__(
-        self, policy: str, *, total: int, gradient_kb: float, host_ms: list[float], device: str = "cpu"
+        self, policy: str | Planner, *, total: int, gradient_kb: float, host_ms: list[float], device: str = "cpu"
     ) -> None:
         torch.manual_seed(0)
         num_rows = max(1, round(gradient_kb * 1024 / 4 / LAYERS / WIDTH) - WIDTH)
@@ -148,15 +151,23 @@ class Run:
 
 
 def limit(total: int, steps: int, passes: int, **keywords: Any) -> dict[str, Any]:
-    """Train ours and LB-BSP from an even start; measure their splits beside the even one and the best of a grid."""
+    """Train ours, LB-BSP and the paper's method from an even start; measure their splits beside the best of a grid."""
     training = Training("cannikin", total=total, **keywords)
     _say(f"ours, {steps} steps")
     run = training.run(steps)
     ours, predictions = run.splits()[-1], training.predictions.numbers()
     _say(f"LB-BSP, at most {MOST_STEPS} steps")
     lb_bsp = Training("lb-bsp", total=total, **keywords).run(MOST_STEPS, quiet=QUIET)
-    even = even_batches(Job(num_ranks=training.num_ranks, batch_size=total), total)
-    named = {"ours": ours, "ours at step 30": run.splits()[30], "lb-bsp": lb_bsp.splits()[-1], "even": even}
+    job = Job(num_ranks=training.num_ranks, batch_size=total, num_samples=PAPER_EPOCH * total)
+    _say(f"the paper's method, {PAPER_EPOCHS} epochs of {PAPER_EPOCH} steps")
+    paper = Training(PaperPlanner(job), total=total, **keywords).run(PAPER_EPOCHS * PAPER_EPOCH)
+    named = {
+        "ours": ours,
+        "ours at step 30": run.splits()[30],
+        "lb-bsp": lb_bsp.splits()[-1],
+        "paper": paper.splits()[-1],
+        "even": even_batches(job, total),
+    }
     grid = sorted({*_lattice(total, training.num_ranks), *around(ours, total)})
     compared = compare(training, named, grid, passes)
     last = slice(-LAST, None)
@@ -171,6 +182,7 @@ def limit(total: int, steps: int, passes: int, **keywords: Any) -> dict[str, Any
         "lb_bsp_changes": lb_bsp.changes(),
         "lb_bsp_steps": len(lb_bsp.plans),
         "lb_bsp_settled": lb_bsp.num_settled >= QUIET,
+        "paper_plans": paper.told(),
     }
 
 
