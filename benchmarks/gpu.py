@@ -10,7 +10,7 @@ Parts, with the minutes that they are guessed to take on an H200 (each launch is
     limit       even, LB-BSP really run, ours and the best found, on two shapes and two totals of each network:
                 `limit --networks resnet18,neumf,resnet50,deepspeech2` 8, `--networks bert` 6, `--networks gpt2-small` 6
     settling    the split at step 30 of 42 starts, on 21 random shapes of 2, 3 and 4 ranks                         6
-    overlap     as limit, beside the paper's method too, where devices differ in their ratio of forward to backward  2
+    overlap     as limit, beside the paper's method too, where devices differ in their ratio of forward to backward  4
     overhead    plain DDP beside ours with an even plan, and the hook's own time                                   4
     sharded     as limit and overhead, of 355 million parameters under fully_shard                                 9
     forms       no backend named, "nccl", "cpu:gloo,cuda:nccl": plans, and what was learned beside the truth       2
@@ -110,12 +110,21 @@ class Bed:
             "keywords": {"kind": kind, **keywords},
         }
 
-    def limit(self, kind: str, total: int, speeds: Sequence[float], *, paper_epochs: int = 0, **others: Any) -> Job:
+    def limit(
+        self,
+        kind: str,
+        total: int,
+        speeds: Sequence[float],
+        *,
+        lb_steps: int = 120,
+        paper_epochs: int = 0,
+        **others: Any,
+    ) -> Job:
         """Make a job that compares ours with the rest at one total."""
         recipe = recipe_of(kind, self.device)
         is_slow = recipe.step_ms > 100  # hundreds of steps would take minutes
         steps, search_s = self.steps(recipe.steps), self.search_s(kind)
-        lb_steps = 0 if recipe.sharded else self.steps(90 if is_slow else 120)
+        lb_steps = 0 if recipe.sharded else self.steps(min(90, lb_steps) if is_slow else lb_steps)
         return self.job(
             "limit",
             kind,
@@ -133,7 +142,7 @@ class Bed:
 
     def search_s(self, kind: str) -> float:
         """Return the seconds to look for the best split of one cell."""
-        return 1.0 if self.small else max(6.0, 0.09 * recipe_of(kind, self.device).step_ms)
+        return 1.0 if self.small else min(40.0, max(6.0, 0.09 * recipe_of(kind, self.device).step_ms))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,9 +166,11 @@ def overlap(bed: Bed) -> list[Launch]:
         ("resnet18", SPREAD, (THIRD, THIRD, 0.9)),
         ("resnet18", (1.0, 1.0, 1.0), (0.9, THIRD, THIRD)),
         ("resnet50", SPREAD, (THIRD, THIRD, 0.6)),
+        ("resnet50", SPREAD, (0.1, 0.1, 0.9)),
+        ("resnet50", (1.0, 1.0, 1.0), (0.9, 0.1, 0.1)),
     ]
     jobs = [
-        bed.limit(kind, bed.totals(kind)[1], speeds, forward_shares=shares, paper_epochs=6)
+        bed.limit(kind, bed.totals(kind)[1], speeds, forward_shares=shares, lb_steps=200, paper_epochs=6)
         for kind, speeds, shares in cells
     ]
     return [Launch(jobs=jobs, backend=bed.backend)]

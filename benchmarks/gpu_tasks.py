@@ -149,8 +149,8 @@ def _gpt_fsdp(small: bool) -> Recipe:
         sharded=True,
         totals=(96, 288),
         sample_ms=4.0,
-        step_ms=700.0,
-        steps=75,
+        step_ms=1000.0,
+        steps=45,
     )
 
 

@@ -71,9 +71,9 @@ class Keeping(ScriptedPlanner):
 
 
 def layer_times(
-    rank: int, world_size: int, folder: str, mps: dict[str, str], speeds: tuple[float, ...], num_steps: int
+    rank: int, world_size: int, folder: str, mps: dict[str, str], speeds: tuple[float, ...], size: int, num_steps: int
 ) -> dict[str, Any]:
-    """Return the last window of a run of sharded layers that spin for a known time."""
+    """Return the last window of a run of sharded layers that spin for a known time, with so many samples per rank."""
     begin(rank, world_size, folder, mps, "nccl")
     device = LabDevice(speed=speeds[rank], sample_s=SAMPLE_S, fixed_s=FIXED_S, forward_share=FORWARD_SHARE)
     Throttle(device, make_pace=SpinPace).install()
@@ -82,9 +82,9 @@ def layer_times(
         fully_shard(layer)
     fully_shard(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-    planner = Keeping([(12,) * world_size])
+    planner, total = Keeping([(size,) * world_size]), size * world_size
     engine = attach(net, optimizer, policy=planner)
-    for _ in HeteroDataLoader(Numbers(12 * world_size * num_steps), model=engine, batch_size=12 * world_size):
+    for _ in HeteroDataLoader(Numbers(total * num_steps), model=engine, batch_size=total):
         optimizer.zero_grad()
         inputs = torch.randn(engine.local_batch, WIDTH, device="cuda", requires_grad=True)  # so that all layers spin
         net(inputs).square().mean().backward()

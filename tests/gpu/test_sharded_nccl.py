@@ -35,9 +35,12 @@ def test_unequal_ranks_of_a_sharded_module_over_nccl_equal_one_process(launch, m
 
 @pytest.mark.timeout(120)
 def test_compute_of_layers_is_each_rank_s_own_over_nccl_within_10_percent(mps, tmp_path):
-    """Each rank spins for a time that is known in every layer, and all wait for the slowest."""
+    """Each rank spins for a time that is known in every layer, and all wait for the slowest.
+
+    The fastest spins for so long that its host, which takes some 70 ms for a step of these layers, keeps ahead.
+    """
     speeds = (1.0, 0.5, 0.25)
-    first, *_ = run_ranks(nccl_cases.layer_times, 3, str(tmp_path), mps, speeds, 40, timeout_s=100)
+    first, *_ = run_ranks(nccl_cases.layer_times, 3, str(tmp_path), mps, speeds, 64, 25, timeout_s=100)
     layers, batches = first["window"].layers, first["window"].local_batches[-1]
     assert layers.ahead
     assert layers.in_flight == 1
@@ -45,5 +48,6 @@ def test_compute_of_layers_is_each_rank_s_own_over_nccl_within_10_percent(mps, t
     forward, backward = computed[:, 1 : layers.num_forward].sum(axis=1), computed[:, layers.num_forward :].sum(axis=1)
     for rank, speed in enumerate(speeds):
         spun_s = nccl_cases.FIXED_S + nccl_cases.SAMPLE_S * batches[rank] / speed
-        assert forward[rank] + backward[rank] == pytest.approx(spun_s, rel=0.1)
-        assert forward[rank] == pytest.approx(nccl_cases.FORWARD_SHARE * spun_s, rel=0.1)
+        found = (rank, forward.tolist(), backward.tolist(), spun_s)
+        assert forward[rank] + backward[rank] == pytest.approx(spun_s, rel=0.1), found
+        assert forward[rank] == pytest.approx(nccl_cases.FORWARD_SHARE * spun_s, rel=0.1), found
