@@ -6,6 +6,7 @@ The same data give the same bytes, and words stay text that can be searched.
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 
@@ -61,8 +62,12 @@ def lines(
 
 
 @rc_context(_STYLE)
-def bars(title: str, y_name: str, groups: Sequence[str], series: Mapping[str, Sequence[float]]) -> str:
+def bars(
+    title: str, y_name: str, groups: Sequence[str], series: Mapping[str, Sequence[float]], *, log_y: bool = False
+) -> str:
     """Return a plot with one group of bars for each of `groups`, with one bar per series.
+
+    With `log_y` bars begin at a power of 10 below all values.
 
     >>> bars("t", "y", ["g"], {"a": [1.0]}).count("<svg")
     1
@@ -74,7 +79,12 @@ def bars(title: str, y_name: str, groups: Sequence[str], series: Mapping[str, Se
         places = [place - 0.4 + (number + 0.5) * width for place in range(len(groups))]
         axes.bar(places, values, width * 0.92, label=name, color=colour)
     axes.set_xticks(range(len(groups)), groups)
-    return _end(figure)
+    if not log_y:
+        return _end(figure)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(ScalarFormatter())
+    least = min((value for values in series.values() for value in values), default=1.0)
+    return _end(figure, bottom=10 ** math.floor(math.log10(least)))
 
 
 def _begin(title: str, y_name: str) -> tuple[Figure, Axes]:
@@ -86,9 +96,9 @@ def _begin(title: str, y_name: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _end(figure: Figure) -> str:
-    """Return the figure as SVG, from 0 up and with its legend on the right."""
-    figure.axes[0].set_ylim(bottom=0)
+def _end(figure: Figure, bottom: float = 0.0) -> str:
+    """Return the figure as SVG, with its legend on the right."""
+    figure.axes[0].set_ylim(bottom=bottom)
     figure.legend(loc="outside right upper")
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None})

@@ -253,9 +253,9 @@ def forms(bed: Bed) -> list[Launch]:
 def gammas(bed: Bed) -> list[Launch]:
     """The paper's five networks on one rank that does not spin, from few samples to many."""
     jobs = []
-    for kind, largest in (("resnet18", 512), ("resnet50", 64), ("bert", 32), ("deepspeech2", 64), ("neumf", 4096)):
+    for kind, largest in (("resnet18", 512), ("resnet50", 64), ("bert", 64), ("deepspeech2", 64), ("neumf", 4096)):
         if kind in bed.networks:
-            sizes = [2, 4] if bed.small else [largest >> k for k in (6, 4, 3, 1, 0)]
+            sizes = [2, 4] if bed.small else [max(1, largest >> k) for k in (6, 4, 3, 1, 0)]
             steps = 15 if bed.small else 30
             pace = 0.4 * len(sizes) * steps
             jobs.append(bed.job("gammas", kind, (1.0,), num_steps=pace, spins=False, sizes=sizes, steps=steps))

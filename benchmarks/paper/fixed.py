@@ -24,11 +24,12 @@ def steps_to_target(workload: Workload, total_batch: int) -> float:
 def best_totals(machine: Machine, workload: Workload, job: Job, policy: str, num: int) -> list[int]:
     """Return the `num` fixed totals with the least time to the target without noise, the best first.
 
-    Candidates are 50 totals from the initial one to the largest of which the same batch fits into every memory: DDP has
-    no other split, and LB-BSP starts from it.
+    Candidates are 50 totals from the initial one to the largest that the policy can begin with: for DDP the same batch
+    has to fit into every memory; LB-BSP starts as evenly as memory allows, so that all memories together are the limit.
     """
     found = []
-    for total in total_grid(job.batch_size, even_limit(machine, job)).tolist():
+    limit = even_limit(machine, job) if policy == "even" else job.largest_total
+    for total in total_grid(job.batch_size, limit).tolist():
         split = np.array(even_batches(job, total)) if policy == "even" else lb_bsp_split(machine, job, total)
         found.append((steps_to_target(workload, total) * float(expected_s(machine, split)), total))
     return [total for _, total in sorted(found)[:num]]

@@ -84,8 +84,7 @@ def by_total_batch(
     for total in sorted({*total_grid(whole.batch_size, limit, num_points).tolist(), whole.largest_total}):
         job = replace(whole, batch_size=total, max_batch_size=None, num_samples=_PAPER_EPOCH * total)
         row = _of_truth(machine, job, is_even=total <= limit)
-        if total <= limit:  # LB-BSP starts from equal batches
-            row["lb-bsp"] = _expected(machine, lb_bsp_split(machine, job, total))
+        row["lb-bsp"] = _expected(machine, lb_bsp_split(machine, job, total))
         row["cannikin"] = _expected(machine, _settle(machine, job, "cannikin", seed)[0])
         if with_changes:
             row["paper"] = _expected(machine, _settle(machine, job, "paper", seed)[0])
@@ -143,10 +142,8 @@ def _after_a_change(machine: Machine, whole: Job, job: Job, seed: int) -> dict[s
     if before < whole.batch_size:
         return {}
     old = replace(job, batch_size=before, num_samples=_PAPER_EPOCH * before)
-    row = {}
-    if before <= even_limit(machine, whole):
-        moved = np.array(inverse_batches(job, total, 1.0 / lb_bsp_split(machine, old, before)))
-        row["lb-bsp after a change"] = _expected(machine, moved)
+    moved = np.array(inverse_batches(job, total, 1.0 / lb_bsp_split(machine, old, before)))
+    row = {"lb-bsp after a change": _expected(machine, moved)}
     _, controller = _settle(machine, old, "cannikin", seed)
     assert isinstance(controller, Controller)
     split = controller.split_for(total)

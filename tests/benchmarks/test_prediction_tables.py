@@ -32,7 +32,9 @@ def test_the_labs_table_has_every_plan_that_was_predicted_before_it_ran_and_the_
     ranks = {"regime": "mixed", "ranks": "two", "total": 8, "num_splits": 2, "bottlenecks": ["compute"] * 2}
     lb_bsp = {"lb_bsp_changes": [4], "lb_bsp_settled": True, "lb_bsp_steps": 64}
     ours = {"work_share": [0.2, 0.2], "round_ms": {"ours": [40.0], "best": [38.0]}, "changes": [5, 10, 15]}
-    text = lab_limit.table([{**RESULT, **ranks, **lb_bsp, **ours}])
+    paper = {"paper_plans": [{"step": 0, "split": [8, 8], "reason": ""}, {"step": 40, "split": [11, 5], "reason": ""}]}
+    text = lab_limit.table([{**RESULT, **ranks, **lb_bsp, **paper, **ours}])
+    assert "the paper's method (run for real): step 0: 8, 8; step 40: 11, 5" in text
     assert "off by: median 6.5%, worst 10.0%; by first step (steps): 5: +10.0% (5), 10: +3.0% (5)\n" in text
     assert "predicted at the end 40.0 ms, best split measured 38.0 ms: +5.3%" in text
 

@@ -228,6 +228,30 @@ def test_each_rank_has_overlap_ratios_of_its_own() -> None:
     assert cluster.gammas == pytest.approx(truth.gammas, rel=0.05)
 
 
+def test_a_rank_whose_buckets_come_at_scattered_moments_is_expected_to_end_later() -> None:
+    """Two ranks are alike but for one's early buckets, which scatter by a third; then it has to be given slack."""
+    shares, tails_s = np.array([0.3, 0.45, 0.6, 1.0]), np.array([0.050, 0.044, 0.038, 0.002])
+    truth = Cluster(
+        forward=Curve(fixed_s=[0.004] * 2, per_sample_s=[1e-4] * 2),
+        backward=Curve(fixed_s=[0.006] * 2, per_sample_s=[1e-3] * 2),
+        gammas=shares,
+        tails_s=tails_s,
+    )
+    window = measure(truth, [(32, 32)] * 30, RNG(4), noise=0.01, outliers=0.0)
+    scattered = shares * np.append(np.exp(0.33 * RNG(5).standard_normal((30, 3))).T, [np.ones(30)], axis=0).T
+    ready_s = window.ready_s.copy()
+    ready_s[:, 1] = np.minimum(np.maximum.accumulate(scattered, axis=1), 1.0) * ready_s[:, 1, -1:]
+    learner = Learner(2)
+    learner.observe(replace(window, ready_s=ready_s))
+    cluster = learner.model(np.array([1, 1]), np.array([99, 99])).cluster
+    assert cluster is not None
+    ends_s = window.before_s[:, 1:] + ready_s[:, 1] + tails_s
+    modelled_s = cluster.forward.at([32, 32])[1] + cluster.gammas[1] * cluster.backward.at([32, 32])[1] + tails_s
+    assert modelled_s.max() == pytest.approx(np.median(ends_s.max(axis=-1)), rel=0.025)
+    assert modelled_s.max() > 1.02 * np.median(ends_s, axis=0).max()
+    assert cluster.gammas[0] == pytest.approx(shares, rel=0.05)  # the other's are its middle ones
+
+
 def test_before_the_first_step_the_learner_says_that_it_knows_nothing() -> None:
     fit = Learner(2).model(np.array([1, 1]), np.array([9, 9]))
     assert fit.cluster is None

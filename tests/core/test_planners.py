@@ -295,13 +295,18 @@ def test_equation_8_gives_batches_in_inverse_proportion_within_the_bounds() -> N
     assert inverse_batches(Job(num_ranks=3, batch_size=70), 70, np.array([1.0, 2.0, 4.0])) == (40, 20, 10)
 
 
-@pytest.mark.parametrize("policy", ["even", "adaptdl", "lb-bsp"])
+@pytest.mark.parametrize("policy", ["even", "adaptdl"])
 @pytest.mark.parametrize(
     ("bounds", "words"), [({"max_local": (30, 99, 99)}, "at most 30"), ({"min_local": (1, 50, 1)}, "at least 50")]
 )
 def test_an_even_split_that_ddp_cannot_hold_is_infeasible(policy: str, bounds: dict[str, Any], words: str) -> None:
     with pytest.raises(InfeasibleError, match=f"an even split of 96 gives rank . 32 samples, and it may have {words}"):
         make_planner(policy, Job(num_ranks=3, batch_size=96, **bounds))
+
+
+def test_lb_bsp_starts_as_even_as_memory_allows() -> None:
+    job = Job(num_ranks=3, batch_size=96, max_local=(20, 99, 99))
+    assert make_planner("lb-bsp", job).decide(None, job, 0).plan.local_batches == (20, 38, 38)
 
 
 def test_local_batches_that_are_set_are_what_even_means() -> None:

@@ -276,6 +276,40 @@ def pooled_gammas(means: FloatArray, variances: FloatArray) -> FloatArray:
     return pooled
 
 
+def lateness(gammas: FloatArray, tails_s: FloatArray, before_s: FloatArray, backward_s: FloatArray) -> FloatArray:
+    """Return how much later each rank lets a step end than its middle overlap ratios say, as a share of backward, [n].
+
+    A rank lets it end with the latest of its buckets, and where their moments scatter, the latest comes later in the
+    middle than the latest of the middles:
+
+        med_s max_j(a + gamma_sj P + C_j) >= max_j(a + med_s(gamma_sj) P + C_j)
+
+    Medians, since lone outliers say nothing of the next step.
+
+    Args:
+        gammas: of each of several steps, [S, n, J]; NaN where a rank has not measured.
+        tails_s: C_j, [J].
+        before_s, backward_s: a and P of each rank, [n].
+
+    Example:
+        >>> gammas = np.array([[[0.2, 0.6, 1.0]], [[0.6, 0.2, 1.0]]])  # one or the other bucket is late
+        >>> lateness(gammas, np.array([1.0, 1.0, 0.0]), np.array([1.0]), np.array([1.0])).round(3).tolist()
+        [0.2]
+    """
+    measured = np.isfinite(gammas).all(axis=(1, 2))
+    if not measured.any():
+        return np.zeros(gammas.shape[1])
+
+    def ends(shares: FloatArray) -> FloatArray:
+        latest: FloatArray = (before_s[:, None] + shares * backward_s[:, None] + tails_s).max(axis=-1)
+        return latest
+
+    steps = gammas[measured]
+    later = np.median(ends(steps), axis=0) - ends(np.median(steps, axis=0))
+    found: FloatArray = np.maximum(later, 0.0) / np.maximum(backward_s, 1e-12)
+    return found
+
+
 def shrunken_gammas(means: FloatArray, variances: FloatArray) -> FloatArray:
     """Return each rank's own overlap ratios, pulled towards the common one as far as they differ by chance, [n, J].
 

@@ -18,7 +18,16 @@ from typing import Any
 
 import numpy as np
 
-from cannikin.core.fit import REACH, CurveFit, bucket_times, fit_curves, middle_of, shrunken_gammas, trimmed_mean
+from cannikin.core.fit import (
+    REACH,
+    CurveFit,
+    bucket_times,
+    fit_curves,
+    lateness,
+    middle_of,
+    shrunken_gammas,
+    trimmed_mean,
+)
 from cannikin.core.layers import LayerHistory
 from cannikin.core.loading import LoadHistory
 from cannikin.core.perf import Cluster, rescaled_tails, step_time
@@ -136,9 +145,13 @@ class Learner:
         present = np.where(self._present > 0, self._present, heaviest)
         # While communication is not known it counts as 0: the split then balances the computation.
         gammas, tails = self.buckets() or (np.ones((self.num_ranks, 1)), np.zeros(1))
+        curves = forward.near(present), backward.near(present)
+        if len(self._gammas):
+            late = lateness(self._gammas, tails, *(curve.at(present) for curve in curves))
+            gammas[:, :-1] = np.minimum(gammas[:, :-1] + late[:, None], 1.0)
         cluster = Cluster(
-            forward=forward.near(present),
-            backward=backward.near(present),
+            forward=curves[0],
+            backward=curves[1],
             gammas=gammas,
             tails_s=tails,
             min_batch=low,

@@ -20,13 +20,14 @@ class LbBspPlanner:
     """The planner behind `policy="lb-bsp"`: with every window, 5 samples move, while that helps.
 
     It looks at compute times only, not at communication, and keeps the total batch. A move helps where the fastest
-    rank, with 5 samples more at its present time per sample, still finishes before the slowest does now.
+    rank, with 5 samples more at its present time per sample, still finishes before the slowest does now. The split to
+    start with is even, or as even as the bounds allow.
     """
 
     def __init__(self, job: Job, *, samples_moved: int = 5) -> None:
         self._job = job
         self._samples_moved = samples_moved
-        self._plan = plans.make_plan(0, plans.ddp_batches(job, job.batch_size), reason="even split to start with")
+        self._plan = plans.make_plan(0, plans.even_batches(job, job.batch_size), reason="even split to start with")
 
     def decide(self, window: StepWindow | None, job: Job, step: int) -> Decision:
         """Make one move where the plan made last is in force, or keep that plan."""
