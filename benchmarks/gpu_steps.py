@@ -207,6 +207,8 @@ class Alone:
 
     def __init__(self, task: Task) -> None:
         self._task = task
+        if task.device == "cuda":
+            torch.cuda.empty_cache()  # ranks share one GPU, and what the allocator keeps is nobody else's
         net = task.network()
         self._optimizer = task.optimizer(net)
         self._ddp = DistributedDataParallel(net, broadcast_buffers=False)
