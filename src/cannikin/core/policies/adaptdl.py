@@ -8,7 +8,7 @@ The model is AdaptDL's, fitted to the times of rank 0, the only one that it prof
 and takes the wait for a slow rank for a part of T_sync. The total is chosen once per epoch; the first choice always
 counts, later ones only where goodput grows by more than 5%. Norms are taken in every step. AdaptDL's averages decay by
 .999^(B/B0); its artifact sets .997 by hand for DeepSpeech2 and YOLOv3, which we take for all: DeepSpeech2 on cluster B
-then needs 22.1 instead of 32.8 simulated minutes, CIFAR-10 and BERT as long as before.
+then needs a third less of simulated time, CIFAR-10 and BERT as much as before.
 
 Kinder to it than it is: a step has none of the overhead of its hooks, and epochs are passes over the data.
 """
