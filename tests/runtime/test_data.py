@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import threading
 import tracemalloc
 import weakref
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -17,6 +20,7 @@ from hypothesis import strategies as st
 from scripted_feed import Script, ScriptedFeed
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -783,6 +787,54 @@ def test_what_is_read_from_a_dataloader_can_be_read():
 # The same dataset on every rank
 
 
+class Around(Numbers):
+    """A dataset around another one."""
+
+    def __init__(self, inner: Any, length: int | None = None) -> None:
+        super().__init__(len(inner) if length is None else length)
+        self.inner = inner
+
+
+class Rows:
+    """As a dataset of Hugging Face: rows that can be had as they are stored."""
+
+    def __init__(self, numbers: Any) -> None:
+        self._numbers, self._fingerprint = numbers, str(id(self))
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def with_format(self, name: str) -> Rows:
+        assert name == "arrow"
+        return self
+
+    def __getitem__(self, places: list[int]) -> Rows:
+        return Rows([self._numbers[place] for place in places])
+
+    def to_pylist(self) -> list[dict[str, Any]]:
+        return [{"image": {"bytes": b"%d" % number, "path": f"{id(self)}/a.png"}} for number in self._numbers]
+
+
+class Table:
+    """As a table of pandas."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, places: slice) -> Table:
+        return Table(self.rows[places])
+
+    @property
+    def iloc(self) -> Table:
+        return self
+
+    def to_numpy(self) -> Any:
+        return np.array(self.rows)
+
+
 class Files(Numbers):
     def __init__(self, files: list, folder: str = "/data") -> None:
         super().__init__(len(files))
@@ -797,6 +849,14 @@ class Files(Numbers):
         (TensorDataset(torch.arange(9)[::3]), TensorDataset(torch.arange(9)[1::3])),
         (Subset(Numbers(9), [0, 3, 6]), Subset(Numbers(9), [1, 4, 7])),
         (Files([1, 2]), Files([2, 1])),
+        (Subset(Numbers(9), range(0, 9, 3)), Subset(Numbers(9), range(1, 9, 3))),
+        (Around(Subset(Numbers(9), [0, 3, 6])), Around(Subset(Numbers(9), [1, 4, 7]))),
+        (Around({"train": Files([1, 2])}, 2), Around({"train": Files([2, 1])}, 2)),
+        (ConcatDataset([Numbers(5), Files([1])]), ConcatDataset([Numbers(5), Files([2])])),
+        (Rows(range(9)[::3]), Rows(range(9)[1::3])),
+        (Around(Rows(range(5))), Around(Rows(range(5, 10)))),
+        (Around(Table(range(5)), 5), Around(Table(range(5, 10)), 5)),
+        (range(5), range(5, 10)),
     ],
 )
 def test_a_dataset_that_is_split_by_rank_is_known_by_its_lists(one, other):
@@ -807,7 +867,52 @@ def test_a_dataset_that_is_split_by_rank_is_known_by_its_lists(one, other):
 
 def test_the_same_files_in_other_folders_are_the_same_dataset():
     assert list_fingerprint(Files(range(200))) == list_fingerprint(Files(range(200), "/local/rank1"))
-    assert list_fingerprint(range(5)) == list_fingerprint(range(5, 10)), "nothing to see"
+    assert list_fingerprint([["/a/x", 1]]) == list_fingerprint([["/b/x", 1]])
+
+
+class Cached(Around):
+    """Keeps what it has read, itself, and what cannot be compared."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self.read: list[Any] = [None] * len(inner)
+        self.by_index: dict[int, Any] = {}
+        self.own, self.lock, self.kinds = self, threading.Lock(), {"a", "b"}
+
+    def __getitem__(self, index: int) -> Any:
+        self.read[index] = self.by_index[index] = self.inner[index]
+        return self.read[index]
+
+
+def test_what_one_rank_has_read_already_makes_no_other_dataset():
+    fresh, used = Cached(Numbers(9)), Cached(Numbers(9))
+    assert used[3] == 3
+    assert list_fingerprint(fresh) == list_fingerprint(used)
+
+
+def test_a_stored_dataset_is_known_by_its_rows_and_not_by_a_number_that_files_and_chance_make():
+    one, other = Rows(range(5)), Rows(range(5))
+    assert one._fingerprint != other._fingerprint
+    assert list_fingerprint(one) == list_fingerprint(other)
+
+
+def test_of_a_dataset_of_many_parts_and_entries_few_are_looked_at():
+    class Counted(list):
+        num_read = 0
+
+        def __iter__(self) -> Any:
+            raise AssertionError("read whole")
+
+        def __getitem__(self, place: Any) -> Any:
+            found = list.__getitem__(self, place)
+            Counted.num_read += len(found)
+            return found
+
+    parts = Counted(Subset(Numbers(10**6), Counted(range(1000))) for _ in range(1000))
+    data = ConcatDataset([Numbers(1)])
+    data.datasets = parts
+    list_fingerprint(data)
+    assert Counted.num_read < 64 * 70 * 2
 
 
 def test_rank_0_warns_of_a_dataset_that_is_another_on_other_ranks():

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import Dataset
 
 from cannikin.core.cutting import EpochState
 from cannikin.errors import InvalidInputError, StateError
@@ -30,6 +31,8 @@ _VALUES = 1024  # of a tensor, spread over all of it
 _LETTERS = 4096  # of a text
 _PARTS = 64  # of a list
 _DEPTH = 5  # of lists in lists
+_DATASETS = 64  # that one is made of
+_ROWS = 8  # of a dataset that stores them; there may be images in them
 
 
 def fingerprint(sample: Any) -> int:
@@ -50,23 +53,96 @@ def fingerprint(sample: Any) -> int:
 def list_fingerprint(dataset: Any) -> int:
     """Return a number that stands for the lists in a dataset that have an entry per sample: files, labels, indices.
 
-    No sample is loaded, which may be slow and may open files that workers should. Folders are left out of names.
+    So for the datasets that this one is made of: torch's, and those of Hugging Face, of which it reads a few rows as
+    they are stored. Else no sample is loaded, which may be slow and may open files that workers should. Folders are
+    left out of names. A list with places that are empty yet is a cache, which ranks may fill differently.
+
+    Examples:
+        >>> from torch.utils.data import Subset
+        >>> even, odd = (Subset(range(10), range(first, 10, 2)) for first in (0, 1))
+        >>> list_fingerprint(even) != list_fingerprint(odd)
+        True
     """
-    length, found = len(dataset), []
+    datasets, number = [dataset], 0
+    for one in datasets:  # which grows
+        if _is_stored(one):
+            number = fingerprint((number, _without_folder(_stored_rows(one))))
+            continue
+        length = _length(one)
+        for name, part in _held_by(one):
+            if _is_dataset(part):
+                if len(datasets) < _DATASETS and all(part is not other for other in datasets):
+                    datasets.append(part)
+            elif _is_list(part) and len(part) == length:
+                entries = [_without_folder(entry) for entry in _entries(part)]
+                if all(entry is not None for entry in entries):
+                    number = fingerprint((number, name, entries))
+    return number
+
+
+def _held_by(dataset: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the dataset itself, which may be a list, and what its attributes have, by their names."""
+    yield "", dataset
     for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
-        for part in value if isinstance(value, tuple) else (value,):
-            if _is_list(part) and len(part) == length:
-                found.append((name, [_without_folder(entry) for entry in part[:: -(-length // _PARTS)]]))
-    return fingerprint(found)
+        yield name, value
+        if isinstance(value, tuple):
+            yield from ((name, part) for part in _thinned(value, _PARTS))
+        elif isinstance(value, list | dict):
+            parts = _thinned(value, _PARTS) if isinstance(value, list) else islice(value.values(), _PARTS)
+            yield from ((name, part) for part in parts if _is_dataset(part))
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except Exception:  # a stream; or the file that would tell is not open yet
+        return None
+
+
+def _is_dataset(part: Any) -> bool:
+    return isinstance(part, Dataset) or _is_stored(part)
+
+
+def _is_table(part: Any) -> bool:
+    """Return whether this is a table of pandas, or a column of one."""
+    return hasattr(type(part), "iloc") and hasattr(type(part), "to_numpy")
 
 
 def _is_list(part: Any) -> bool:
-    return isinstance(part, list) or (isinstance(part, torch.Tensor | np.ndarray) and part.ndim > 0)
+    is_array = isinstance(part, torch.Tensor | np.ndarray) and part.ndim > 0
+    return is_array or isinstance(part, list | range) or _is_table(part)
+
+
+def _entries(part: Any) -> Any:
+    """Return some entries of a list."""
+    return _thinned(part.iloc, _PARTS, len(part)).to_numpy().tolist() if _is_table(part) else _thinned(part, _PARTS)
+
+
+def _thinned(values: Any, most: int, length: int | None = None) -> Any:
+    """Return some of the values, spread over all of them."""
+    return values[:: max(1, -(-(len(values) if length is None else length) // most))]
+
+
+def _is_stored(part: Any) -> bool:
+    """Return whether this is a dataset with indices of Hugging Face, which is no torch Dataset."""
+    has_fingerprint = isinstance(getattr(part, "__dict__", {}).get("_fingerprint"), str)
+    return has_fingerprint and hasattr(type(part), "with_format") and hasattr(type(part), "__len__")
+
+
+def _stored_rows(dataset: Any) -> Any:
+    """Return some rows of a Hugging Face dataset as they are stored, which decodes and transforms nothing.
+
+    Its `_fingerprint` would not do: it depends on the times of files, and is a random number after a `map` whose
+    function cannot be hashed.
+    """
+    return dataset.with_format("arrow")[list(_thinned(range(len(dataset)), _ROWS))].to_pylist()
 
 
 def _without_folder(entry: Any) -> Any:
-    if isinstance(entry, tuple):
-        return tuple(_without_folder(part) for part in entry)
+    if isinstance(entry, tuple | list):
+        return [_without_folder(part) for part in entry]
+    if isinstance(entry, dict):
+        return {name: _without_folder(part) for name, part in entry.items()}
     return PurePath(entry).name if isinstance(entry, str | PurePath) else entry
 
 
