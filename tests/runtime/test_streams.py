@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from array import array
 from dataclasses import dataclass
 
 import numpy as np
@@ -134,6 +136,33 @@ class Example:
     label: int
 
 
+class Picture:
+    """As an image of PIL; damaged where it has no grey."""
+
+    def __init__(self, grey: int | None) -> None:
+        self._grey = grey
+
+    def tobytes(self) -> bytes:
+        if self._grey is None:
+            raise OSError("image file is truncated")
+        return bytes([0] * 5000 + [self._grey] * 5000)
+
+
+class Reader:
+    """What a sample was read by: another one on every rank."""
+
+    def __init__(self) -> None:
+        self.number = id(self)
+
+
+class Scan:
+    """A sample of a class of the user's own."""
+
+    def __init__(self, label: int, pixels: torch.Tensor | None = None, folder: str = "/data") -> None:
+        self.label, self.pixels, self.path = label, pixels, f"{folder}/scan.png"
+        self.reader, self._handle, self.lock = Reader(), id(self), threading.Lock()
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -150,8 +179,11 @@ class Example:
         ({"__key__": "1"}, {"__key__": "2"}),
         ([1, [2, 3]], [1, [2, 4]]),
         (Example(torch.zeros(2), 0), Example(torch.zeros(2), 1)),
+        ((Picture(1), 0), (Picture(2), 0)),
+        (array("i", [1]), array("i", [2])),
+        (Scan(1), Scan(2)),
+        (Scan(1, torch.zeros(2)), Scan(1, torch.ones(2))),
     ],
-    ids=str,
 )
 def test_different_samples_have_different_fingerprints(one, other):
     assert fingerprint(one) != fingerprint(other)
@@ -168,10 +200,19 @@ def test_different_samples_have_different_fingerprints(one, other):
         lambda: torch.zeros(0),
         lambda: np.array(["a", None], dtype=object),
         lambda: {"a": {1, 2}},
+        lambda: Picture(1),
+        lambda: Picture(None),
+        lambda: [Scan(1, torch.zeros(2), folder=str(object()).replace("/", "")), Reader, Reader().__init__],
     ],
 )
 def test_equal_samples_have_one_fingerprint(make):
     assert fingerprint(make()) == fingerprint(make())
+
+
+def test_images_of_pil_are_known_by_their_pixels():
+    image = pytest.importorskip("PIL.Image", reason="Pillow is not a dependency")
+    one, same, other = (fingerprint((image.new("RGB", (30, 20), (1, 2, blue)), "label")) for blue in (3, 3, 4))
+    assert one == same != other
 
 
 def test_random_numbers_for_reading_depend_on_seed_and_epoch_alone():

@@ -38,8 +38,9 @@ _ROWS = 8  # of a dataset that stores them; there may be images in them
 def fingerprint(sample: Any) -> int:
     """Return a number from 1 to 2^40 that stands for a sample, the same in every process.
 
-    Of tensors and arrays on the host it sees values spread over all of them, of other objects only their class. Entries
-    of a dict such as `__url__` are left out: the same sample may lie in different places.
+    Of tensors and arrays on the host, and of images, it sees values spread over all of them. Of other objects it sees
+    the attributes that are data: not those that begin with an underscore, nor objects in them, which may be the same on
+    no two ranks. Entries of a dict such as `__url__` are left out: the same sample may lie in different places.
 
     Examples:
         >>> fingerprint(([1, 2], "a")) == fingerprint(([1, 2], "a")) != fingerprint(([1, 3], "a"))
@@ -162,9 +163,24 @@ def _tell(note: Callable[[bytes], None], value: Any, depth: int) -> None:
         note(value[:_LETTERS].encode(errors="replace"))
     elif value is None or isinstance(value, int | float | complex | np.generic):
         note(repr(value).encode())
+    elif _has_bytes(value):
+        content = np.frombuffer(_bytes_of(value), np.uint8)
+        note(b"%d" % len(content) + _thinned(content, _VALUES).tobytes())
     elif depth > 0:
         for part in _parts(value):
             _tell(note, part, depth - 1)
+
+
+def _has_bytes(value: Any) -> bool:
+    """Return whether a value has its content in bytes, as images of PIL do."""
+    return callable(getattr(type(value), "tobytes", None)) and not isinstance(value, torch.Tensor | np.ndarray)
+
+
+def _bytes_of(value: Any) -> bytes:
+    try:
+        return bytes(value.tobytes())
+    except Exception:  # a damaged image: whoever collates it decides what to do
+        return b""
 
 
 def _parts(value: Any) -> Iterable[Any]:
@@ -176,7 +192,14 @@ def _parts(value: Any) -> Iterable[Any]:
         return [len(value), *value[:_PARTS]]
     if is_dataclass(value):
         return [getattr(value, field.name, None) for field in fields(value)]
-    return ()
+    if isinstance(value, type) or callable(value):
+        return ()
+    public = sorted(item for item in getattr(value, "__dict__", {}).items() if not item[0].startswith("_"))
+    return [_without_folder(part) for _, part in public[:_PARTS] if _is_data(part)]
+
+
+def _is_data(part: Any) -> bool:
+    return isinstance(part, torch.Tensor | np.ndarray) or _has_bytes(part) or not hasattr(part, "__dict__")
 
 
 class SharedRandomness:
