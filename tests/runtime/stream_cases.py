@@ -178,6 +178,42 @@ def own_streams_resumed(rank: int) -> Any:
     return state, first.samples, second.train().samples, second.train().samples
 
 
+def own_streams_that_begin_so(numbers: Any) -> Any:
+    """What is warned of where each rank draws these numbers, twice."""
+    with collecting_warnings() as warned:
+        Run(Numbers(numbers), sharded=True, local_batches=[6, 2]).train().train()
+    return _told_of_streams(warned)
+
+
+def _told_of_streams(warned: Any) -> list[str]:
+    return [warning.text for warning in warned if "streams" in warning.text]
+
+
+def own_streams_alike(rank: int) -> Any:
+    return own_streams_that_begin_so(range(LENGTH))
+
+
+def own_streams_of_one_number(rank: int) -> Any:
+    return own_streams_that_begin_so([7] * LENGTH)
+
+
+def own_streams_that_differ_late(rank: int) -> Any:
+    return own_streams_that_begin_so([*range(15), 50 + rank, *range(15, LENGTH)])
+
+
+def own_batches_alike(rank: int) -> Any:
+    """As where a generator has a loader without a split inside."""
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    model = cannikin.HeteroDataParallel(net, optimizer, policy="even")
+    plain = torch.utils.data.DataLoader(Numbers(range(LENGTH)), batch_size=4)
+    with collecting_warnings() as warned:
+        for batch in cannikin.HeteroDataLoader.like(iter(list(plain)), model=model):
+            model(batch).mean().backward()
+            optimizer.step()
+    return _told_of_streams(warned)
+
+
 def own_stream_without_samples(rank: int) -> Any:
     return told_samples(Run(Numbers(range(LENGTH if rank else 0)), sharded=True).train())
 
@@ -258,6 +294,10 @@ CASES = {
         own_streams,
         own_streams_of_tokens,
         own_streams_resumed,
+        own_streams_alike,
+        own_streams_of_one_number,
+        own_streams_that_differ_late,
+        own_batches_alike,
         own_stream_without_samples,
         sampler_by_rank,
         sampler_of_all,

@@ -96,6 +96,19 @@ def test_streams_of_ranks_are_resumed_each_where_it_was(told):
         assert seen == once * 2, "the rest of the first epoch, and then the second one"
 
 
+@pytest.mark.parametrize("case", ["own_streams_alike", "own_batches_alike"])
+def test_ranks_that_all_draw_the_same_samples_as_their_own_are_warned_once(told, case):
+    (text,), others = values(told, case)
+    assert "begin with the same samples on all of them" in text
+    assert "leave sharded=True out" in text
+    assert others == []
+
+
+@pytest.mark.parametrize("case", ["own_streams_of_one_number", "own_streams_that_differ_late"])
+def test_streams_of_samples_that_cannot_be_told_apart_or_differ_later_are_not_warned_of(told, case):
+    assert values(told, case) == [[], []]
+
+
 def test_a_rank_without_samples_stops_all(told):
     kinds = [answers["own_stream_without_samples"].kind for answers in told]
     assert kinds == ["InvalidInputError", "DisagreementError"]
@@ -124,7 +137,7 @@ def test_only_loaders_of_ours_can_be_given_to_a_model(told):
 
 
 def test_every_case_is_looked_at():
-    assert len(CASES) == 23
+    assert len(CASES) == 27
 
 
 # Fingerprints

@@ -45,7 +45,9 @@ class BatchEntry:
         tag: what the ranks should all have at the head of this step, as a number (`streams.fingerprint`); None where
             nothing need be compared.
         own: the samples are of a stream of this rank's own, so that only the sum over ranks tells the step's total.
-        sums: `items`, and `tag` or the samples of an `own` stream, over all ranks; None where neither is needed.
+        head: what this rank's `own` stream began with, as a number, in the step by which every rank has read that far;
+            None in other steps, and where all of it is alike.
+        sums: `items`, `tag` or the samples of an `own` stream, and `head`, over all ranks; None where none is needed.
         checked: whether forward's first tensor must have `local_batch` samples.
         whole: whether the local batch is all that this rank was to have, so that those of all ranks make the total;
             not so where the script has left samples out, or has a loader of its own.
@@ -65,6 +67,7 @@ class BatchEntry:
     items: float | None = None
     tag: int | None = field(default=None, compare=False)
     own: bool = False
+    head: int | None = field(default=None, compare=False)
     sums: PendingSum | None = field(default=None, compare=False)
     checked: bool = True
     whole: bool = True
@@ -106,7 +109,14 @@ def different_streams(step: int) -> DisagreementError:
 
 def added_up(entry: BatchEntry, sums: PendingSum) -> tuple[float, float]:
     """Return the items and the samples of all ranks; refuse a step of which ranks have not read the same samples."""
-    items, second = sums.values()
+    items, second, _ = sums.values()
     if entry.tag is not None and second != sums.num_ranks * entry.tag:
         raise different_streams(entry.step)
     return items, second if entry.own else entry.total_batch
+
+
+def begins_alike(entry: BatchEntry) -> bool:
+    """Return whether the streams that ranks have of their own were found to begin with the same samples."""
+    if entry.head is None or entry.sums is None or entry.sums.num_ranks == 1:
+        return False
+    return entry.sums.values()[2] == entry.sums.num_ranks * entry.head

@@ -29,7 +29,7 @@ from cannikin.core.values import NO_MAX, Plan
 from cannikin.errors import BatchMatchError, InvalidInputError
 from cannikin.runtime.coordinator import Coordinator, Happened, Unplanned
 from cannikin.runtime.device import Device
-from cannikin.runtime.entry import BatchEntry, added_up, different_streams
+from cannikin.runtime.entry import BatchEntry, added_up, begins_alike, different_streams
 from cannikin.runtime.hook import Reducer
 from cannikin.runtime.memory import MemoryGauge
 from cannikin.runtime.notice import Notices
@@ -119,6 +119,7 @@ class Loop:
         self._pile = Pile(update, out_of_sight=reducer.keeps_piles)
         self._num_taken = 0
         self._has_skipped = False  # whether the warning about skipped batches was given
+        self._seeks_alike = exchange.rank == 0  # streams of ranks' own, until they have been warned of
         self._num_unused: int | None = 0  # gradients that no optimizer step of ours has used; None after the first one
         self._pass: dict[str, int] | None = None  # where a pass begins, until the ranks have agreed on it
         self._pass_over = False
@@ -204,7 +205,7 @@ class Loop:
         entry = replace(entry, tensors=tensors) if tensors else entry
         if entry.items is not None or entry.tag is not None or entry.own:
             second = entry.local_batch if entry.own else entry.tag or 0
-            sums = self._exchange.start_sum(entry.items or 0.0, second)
+            sums = self._exchange.start_sum(entry.items or 0.0, second, entry.head or 0.0)
             entry = replace(entry, sums=sums)
             if entry.own and entry.is_padding and sums.values()[1] == 0:
                 return False
@@ -247,7 +248,7 @@ class Loop:
 
     def end_stream(self) -> None:
         """Raise an error on every rank where the samples that they read in common have not ended on all of them."""
-        if self._exchange.start_sum(0.0, 0.0).values()[1] != 0:
+        if self._exchange.start_sum(0.0, 0.0, 0.0).values()[1] != 0:
             raise different_streams(self.next_step)
 
     def complete_epoch(self) -> None:
@@ -426,6 +427,7 @@ class Loop:
                 self._add_to_pile(previous)
                 self._pile.end_step(previous)
                 self._warn_if_unused(previous)
+            self._warn_if_alike(previous)
         self._meet(entry, previous)
         step = StepInProgress(entry=entry, valid=self._num_taken >= self._reducer.num_first_steps, loss_scale=scale)
         step.previous_end = None if previous is None else previous.optimizer_end
@@ -498,6 +500,19 @@ class Loop:
             warnings.warn(
                 f"{_UNUSED} gradients, and step() of the optimizer that HeteroDataParallel was given has not been "
                 "called: nothing is measured and no learning rate is scaled; give it the optimizer that the loop steps",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _warn_if_alike(self, previous: StepInProgress) -> None:
+        """Say so once where every rank draws the same samples from what should be a stream of its own."""
+        if self._seeks_alike and begins_alike(previous.entry):
+            self._seeks_alike = False
+            warnings.warn(
+                "the streams that ranks have of their own (sharded=True, a split by rank, or like() of an iterator) "
+                "begin with the same samples on all of them, so that every sample is trained on once per rank: give "
+                "each rank a part, such as files[rank::world_size] or a shuffle by a seed of its own; or, where all "
+                "read the same stream, leave sharded=True out, and each is given its slice",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -377,7 +377,7 @@ class Exchange:
     def give_up(self) -> None:
         """Take part in the sum that others have begun with what is no number, so that all of them stop."""
         with suppress(RuntimeError):  # they are gone: this rank's own error is the one to be seen
-            self.start_sum(math.nan, math.nan).work.wait(_REFUSAL)
+            self.start_sum(math.nan, math.nan, math.nan).work.wait(_REFUSAL)
 
     def wait(self) -> None:
         """Let whatever is under way arrive; it stays to be finished. Nothing arrives once a rank has been lost."""
