@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from framework_loop_cases import groups
+from told import collecting_warnings
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
 from training_cases import Numbered, ScriptedPlanner, TinyNet, digits, digits_net, fail_on_warnings
@@ -179,6 +180,27 @@ def schedule_to_the_goal(rank: int, kind: str) -> tuple[list[float], int, int]:
             scheduler.step()
             rates.append(optimizer.param_groups[0]["lr"])
     return rates, scheduler.scheduler.last_epoch, length
+
+
+def schedule_beyond_its_end(rank: int) -> tuple[list[float], int, float, list[str]]:
+    """Rates of OneCycleLR, warnings and progress when its end was reached, and all warnings where drawing goes on."""
+    net = TinyNet()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    model = HeteroDataParallel(net, optimizer, policy=Growing([(3, 3), (9, 9)]), lr_rule="none")
+    scheduler = by_progress(OneCycleLR(optimizer, max_lr=0.1, total_steps=59), model)
+    rates, at_end, num_told = [], 0.0, 0
+    with collecting_warnings() as warned:
+        for local, _ in model.batches(batch_size=6, max_batch_size=18):
+            optimizer.zero_grad()
+            model(torch.randn(local, 3)).square().mean().backward()
+            optimizer.step()
+            scheduler.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+            if not at_end and model.progress >= 59:
+                at_end, num_told = model.progress, len(warned)
+            if model.progress >= 70:
+                break
+    return rates, num_told, at_end, [warning.text for warning in warned]
 
 
 def weighed_totals(rank: int, no_sync: bool) -> tuple[set[str], int]:

@@ -34,6 +34,7 @@ CASES = {
     "grown, fetched together": partial(cases.grown, loop=Piling(fetched_together=True)),
     "one cycle": partial(cases.schedule_to_the_goal, kind="one cycle"),
     "cosine": partial(cases.schedule_to_the_goal, kind="cosine"),
+    "one cycle, drawn": cases.schedule_beyond_its_end,
     "totals, no_sync": partial(cases.weighed_totals, no_sync=True),
     "totals, reduced": partial(cases.weighed_totals, no_sync=False),
     "two rules": partial(cases.two_optimizers, policy=Growing([(3, 3), (6, 6)]), lr_rule=["linear", "sqrt"]),
@@ -99,6 +100,16 @@ def test_a_schedule_stops_at_the_goal_of_epochs(told, kind):
         assert falling == sorted(falling, reverse=True), "no rate rises again"
         assert length - 1 <= taken <= length
         assert rates[-1] < 1e-3 * max(rates)
+
+
+def test_a_schedule_with_an_end_stays_there_without_a_goal_and_says_so_where_training_goes_on(told):
+    for rank, (rates, num_told, at_end, warned) in enumerate(values(told, "one cycle, drawn")):
+        assert at_end > 59.5, "the last step went beyond the end"
+        assert num_told == 0
+        falling = rates[rates.index(max(rates)) :]
+        assert falling == sorted(falling, reverse=True)
+        assert rates[-1] == rates[-2] < 1e-3 * max(rates)
+        assert ["has taken its total_steps=59" in text for text in warned] == [True] * (rank == 0)
 
 
 @pytest.mark.parametrize("how", ["no_sync", "reduced"])

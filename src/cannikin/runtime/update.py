@@ -333,7 +333,8 @@ def _flat(variance: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 class ProgressScheduler:
     """Steps a torch scheduler once per unit of progress; call `step()` after every optimizer step.
 
-    Where `model.epochs(n)` has set a goal it stops there: the last pass may make more progress than was missing.
+    One with an end of its own (OneCycleLR) stops there: the last step, or the last pass of `model.epochs(n)`, may make
+    more progress than was missing.
     """
 
     def __init__(self, scheduler: Any, engine: Any, unit: str) -> None:
@@ -341,6 +342,7 @@ class ProgressScheduler:
         self._engine = engine
         self._unit = unit
         self._taken = self._units()
+        self._num_beyond: int | None = 0  # units beyond the scheduler's end; None once that was said
 
     def _units(self) -> int:
         elapsed: float = self._engine.elapsed(self._unit)
@@ -349,12 +351,27 @@ class ProgressScheduler:
     def step(self) -> None:
         """Bring the scheduler up to the model's progress."""
         units = self._units()
-        length = getattr(self.scheduler, "total_steps", None)
-        if isinstance(length, int) and self._engine.goal is not None:
-            units = min(units, length - 1)  # OneCycleLR's last rate; the next one is higher, and then it raises
+        if self._num_beyond and self._taken < units and self._engine.goal is None and self._engine.rank == 0:
+            self._num_beyond = None
+            warnings.warn(
+                f"{type(self.scheduler).__name__} has taken its total_steps={self.scheduler.total_steps} and training "
+                f"goes on, now at a progress of {units}: the learning rate stays at the last one; end the loop at "
+                "`model.progress >= total_steps`, or make the schedule longer",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         while self._taken < units:
-            self.scheduler.step()
             self._taken += 1
+            if self._is_at_end:
+                self._num_beyond = None if self._num_beyond is None else self._num_beyond + 1
+            else:
+                self.scheduler.step()
+
+    @property
+    def _is_at_end(self) -> bool:
+        """Whether the scheduler is at its last rate: OneCycleLR's next one is higher, and after that it raises."""
+        length = getattr(self.scheduler, "total_steps", None)
+        return isinstance(length, int) and self.scheduler.last_epoch >= length - 1
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scheduler's state and the units it has taken."""
