@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from parity_cases import Loaded, ScriptedPlanner, _Script, mlp, regression, sgd
 from told import collecting_warnings, run_cases
 from torch import nn
@@ -53,6 +54,45 @@ def centred(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return (out - total / (len(x) * dist.get_world_size())).square().mean()
 
 
+def gathering(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    out = model(x)
+    every = [torch.zeros_like(out) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, out.detach())
+    return (out - torch.cat(every).mean(dim=0)).square().mean()
+
+
+def centred_functionally(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    out = model(x)
+    total = functional.all_reduce(out.detach().sum(dim=0), "sum", dist.group.WORLD)
+    return (out - total / (len(x) * dist.get_world_size())).square().mean()
+
+
+def gathering_functionally(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    out = model(x)
+    gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+    return (out - gather(out.detach(), 0, dist.group.WORLD).mean(dim=0)).square().mean()
+
+
+def gathering_scores(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A number per sample, as labels are."""
+    out = model(x)
+    scores = out.detach().mean(dim=1)
+    every = [torch.zeros_like(scores) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, scores)
+    return (out - torch.cat(every).mean()).square().mean()
+
+
+class From:
+    """A loss that is plain before a step, from 0 on."""
+
+    def __init__(self, first: int, loss: Callable[..., torch.Tensor]) -> None:
+        self.first, self.loss, self.num_steps = first, loss, 0
+
+    def __call__(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        self.num_steps += 1
+        return (self.loss if self.num_steps > self.first else plain)(model, x)
+
+
 def by_ours(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """By our helpers, and what else is right: a number per rank, and the ranks' prototypes."""
     out = model(x)
@@ -60,7 +100,15 @@ def by_ours(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     model.weighted_mean(out.mean())
     dist.all_gather([torch.zeros(1) for _ in range(2)], out.detach().mean().reshape(1))
     dist.all_gather([torch.zeros(7, 3) for _ in range(2)], torch.zeros(7, 3))
+    dist.all_gather([torch.zeros(2) for _ in range(2)], out.detach().sum().repeat(2))
     return (out - model.global_mean(out)).square().mean() + 0.01 * rows.mean()
+
+
+def by_class(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Gathers a number per class, of which there are as many as samples at first."""
+    out = model(x)
+    dist.all_gather([torch.zeros(9) for _ in range(2)], torch.zeros(9))
+    return out.square().mean()
 
 
 def padded(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -84,22 +132,24 @@ def train(
     first: tuple[int, int] = (6, 6),
     policy: Any = None,
     pinned: tuple[int, int] | None = None,
+    num_batches: int = 30,
 ) -> tuple[list[str], str, bool]:
     """What was warned, what was raised, and whether a profile function is left behind."""
     torch.manual_seed(0)
     module = net()
     optimizer = sgd(module)
-    feed = Loaded(num_batches=30, keywords=() if pinned is None else (("local_batches", pinned),))
+    feed = Loaded(num_batches=num_batches, keywords=() if pinned is None else (("local_batches", pinned),))
     model = HeteroDataParallel(module, optimizer, policy=policy or ScriptedPlanner([first, (9, 3), (4, 8)]))
     other = nn.Linear(6, 1)
-    beside = DistributedDataParallel(other) if second in ("trains", "frozen") else None
+    beside = DistributedDataParallel(other) if second in ("trains", "trains late", "frozen") else None
     if second == "follows":
         beside = HeteroDataParallel(other, sgd(other), follows=model)
-    raised = ""
+    raised, num_steps = "", 0
     with collecting_warnings() as warned:
         try:
             for x, _ in feed(_Script(), model, rank, 2, regression(torch.float32, 61)):
-                if beside is not None:
+                num_steps += 1
+                if beside is not None and num_steps > (25 if second == "trains late" else 0):
                     with torch.set_grad_enabled(second != "frozen"):
                         out = beside(x).mean()
                     if second != "frozen":
@@ -121,15 +171,22 @@ CASES: dict[str, Callable[[int], Any]] = {
     "nothing": train,
     "gather": lambda rank: train(rank, Gathering),
     "gather at once": lambda rank: train(rank, GatheringAtOnce),
+    "gather, functional": lambda rank: train(rank, loss=gathering_functionally),
+    "gather, a number per sample": lambda rank: train(rank, loss=gathering_scores),
+    "gather, begun late": lambda rank: train(rank, loss=From(6, gathering)),
+    "gather, a number per class": lambda rank: train(rank, loss=by_class, first=(9, 3)),
     "gather, unequal from the start": lambda rank: train(rank, Gathering, first=(9, 3)),
     "gather, even": lambda rank: train(rank, loss=centred, policy="even"),
     "gather, even, pinned": lambda rank: train(rank, Gathering, policy="even", pinned=(9, 3)),
     "sum": lambda rank: train(rank, loss=centred),
+    "sum, functional": lambda rank: train(rank, loss=centred_functionally),
+    "sum, begun late": lambda rank: train(rank, loss=From(5, centred)),
     "sum, even, pinned": lambda rank: train(rank, loss=centred, policy="even", pinned=(9, 3)),
     "ours": lambda rank: train(rank, loss=by_ours),
     "padded by hand": lambda rank: train(rank, loss=padded),
     "sum after backward": lambda rank: train(rank, reduces_after=True),
     "second, trains": lambda rank: train(rank, second="trains"),
+    "second, trains late": lambda rank: train(rank, second="trains late", num_batches=40),
     "second, trains, even, pinned": lambda rank: train(rank, second="trains", policy="even", pinned=(9, 3)),
     "second, frozen": lambda rank: train(rank, second="frozen"),
     "second, follows": lambda rank: train(rank, second="follows"),

@@ -434,7 +434,7 @@ class Loop:
         step.passage = self._reducer.new_passage()
         # Products with the step before must be with the step before.
         step.take_norms = self.coordinator.takes_norms(self._update.num_steps) or self._reducer.compares
-        self._notices.begin_step(self._num_taken)
+        self._notices.begin_step(self._num_taken, self.coordinator.plan_at(entry.step))
         self._num_taken += 1
         self._warn_if_unplanned()
         self.memory.begin_step(entry.local_batch)

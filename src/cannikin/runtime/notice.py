@@ -1,8 +1,9 @@
 """Notices code of the script's own that assumes equal batches, which cannot be mended here, and says what to do.
 
 Two kinds: collectives in forward or loss (features of all ranks by `all_gather`, sums divided by the number of ranks),
-and a second model that trains under plain DDP. Python tells us of calls while a profile function is set, so that is
-done in a few steps only: the first ones, and those at a new local batch where rows of the batch were seen in a gather.
+and a second model that trains under plain DDP. Python tells us of calls while a profile function is set, which slows
+every call down. So that is done in a few steps only: steps 0, 1, 2, 4, 8 and so on by powers of two, the first step of
+each new plan, and those with a local batch that none has had before, as the last of a pass.
 """
 
 from __future__ import annotations
@@ -20,30 +21,53 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 import typing_extensions
 from torch.nn.parallel import DistributedDataParallel
 
+from cannikin.core.values import Plan
 from cannikin.errors import InvalidInputError
 from cannikin.runtime.hook import DdpReducer
 
-_FIRST_STEPS = 3  # that are looked at
-_MOST_STEPS = 10
-_DDP_LOOKS = (2, 40)  # steps before which a second model is looked for: it has trained by the first of these, mostly
+_FIRST_DDP_LOOK = 2  # steps before which a second model is looked for: it has trained by then, mostly;
+_LATER_DDP_LOOKS = 32  # or else by one of the powers of two from this one on
+_SINGLE_NUMBERS = 2  # entries of a vector that are a number or two per rank, whatever the local batch
 _TORCH, _OURS = (os.path.dirname(file) + os.sep for file in (torch.__file__, os.path.dirname(__file__)))
 _WRAPPERS = (typing_extensions.__file__, contextlib.__file__)  # that torch's functions are decorated by
-_OF_TORCH = tuple(os.path.join(_TORCH, *path) for path in (("nn", "modules"), ("nn", "parallel"), ("optim",)))
+_OF_TORCH = tuple(
+    os.path.join(_TORCH, *path)
+    for path in (("nn", "modules"), ("nn", "parallel"), ("optim",), ("distributed", "tensor"))
+)
 
 
 def _codes(*names: str) -> dict[CodeType, str]:
-    functions = [(name, getattr(dist, name, None)) for name in names]
+    """Return the code of these functions, as far as this version of torch has them, plain and functional."""
+    functions = [(name, getattr(module, name, None)) for module in (dist, functional) for name in names]
     return {inspect.unwrap(function).__code__: name for name, function in functions if function is not None}
 
 
 _GATHERS = _codes(
-    "all_gather", "all_gather_into_tensor", "all_gather_single", "gather", "all_to_all", "all_to_all_single"
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "all_gather_single_autograd",
+    "all_gather_tensor",
+    "all_gather_tensor_autograd",
+    "gather",
+    "all_to_all",
+    "all_to_all_single",
+    "all_to_all_single_autograd",
 )
-_SUMS = _codes("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single")
-_SENT = ("tensor", "input_tensor", "input")  # what these functions call what they send
+_SUMS = _codes(
+    "all_reduce",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "reduce_scatter_tensor_autograd",
+    "reduce_scatter_single",
+    "reduce_scatter_single_autograd",
+)
+_SENT = ("tensor", "input_tensor", "input", "self")  # what these functions call what they send
 
 
 class Notices:
@@ -62,35 +86,39 @@ class Notices:
     ) -> None:
         self._speaks, self._num_ranks, self._may_differ = rank == 0, num_ranks, may_differ
         self._net = weakref.ref(net)
-        self._num_looks = 0 if num_ranks > 1 else _MOST_STEPS
-        self._ddp_looks = _DDP_LOOKS if num_ranks > 1 and seeks_models and rank == 0 else ()
-        self._is_open = False
+        self._looks = num_ranks > 1
+        self._seeks_models = num_ranks > 1 and seeks_models and rank == 0
+        self._is_due = self._is_open = False  # in this step; at this moment
+        self._split: tuple[int, ...] = ()  # that the plan in force says
         self._local_batch, self._is_unequal = 0, False
         self._knows_sizes = False  # the script has told ranks whole numbers, as one does that pads to the largest batch
         self._warned: set[str] = set()
-        self._gathers: set[str] = set()  # lines of the script that gather rows of the batch
+        self._gathers: dict[str, set[int]] = {}  # lines that gather rows of the batch, and how many
         self._looked_at: set[int] = set()  # local batches
 
-    def begin_step(self, num_taken: int) -> None:
-        """Look no more at the step before, and now and then for a second model."""
+    def begin_step(self, num_taken: int, plan: Plan | None) -> None:
+        """Look no more at the step before, perhaps at the one that begins, and now and then for a second model."""
         self._end()
-        if self._may_differ and num_taken in self._ddp_looks and _warn_of_plain_ddp():
-            self._ddp_looks = ()
+        is_power = num_taken & (num_taken - 1) == 0
+        split = () if plan is None else plan.local_batches
+        self._is_due = is_power or split != self._split
+        self._split = split
+        if num_taken == _FIRST_DDP_LOOK or (is_power and num_taken >= _LATER_DDP_LOOKS):
+            self._seeks_models = self._seeks_models and not (self._may_differ and _warn_of_plain_ddp())
 
     def begin_forward(self, local_batch: int, total_batch: int) -> None:
         """Look at what is called from now on in the forward of a batch, if there is reason to."""
-        if self._num_looks >= _MOST_STEPS or self._is_open or sys.getprofile() is not None:
+        if not self._looks or self._is_open or sys.getprofile() is not None:
             return
         surplus = abs(local_batch * self._num_ranks - total_batch)
         self._may_differ |= surplus >= self._num_ranks  # more than rounding: pinned so, under an even policy
         if not self._may_differ:
             return
-        if self._num_looks < _FIRST_STEPS or (self._gathers and local_batch not in self._looked_at):
+        if self._is_due or local_batch not in self._looked_at:
             net = self._net()
             if net is None or _is_compiled(net):
-                self._num_looks = _MOST_STEPS
+                self._looks = False
                 return
-            self._num_looks += 1
             self._looked_at.add(local_batch)
             self._local_batch, self._is_unequal, self._is_open = local_batch, surplus > 0, True
             self._knows_sizes = False
@@ -114,15 +142,16 @@ class Notices:
             if place is None or sent is None:
                 return
             samples = (self._local_batch, 2 * self._local_batch)  # rows of one view, or of two
-            if not sent.is_floating_point() and not (sent.ndim and len(sent) in samples):
+            has_rows = sent.ndim > 1 or (sent.ndim == 1 and (len(sent) > _SINGLE_NUMBERS or place in self._gathers))
+            if not sent.is_floating_point() and not (has_rows and len(sent) in samples):
                 self._knows_sizes = True
             elif frame.f_code in _SUMS:
                 self._warn_of_sum(place, _SUMS[frame.f_code])
-            elif sent.ndim > 1 and not self._knows_sizes:
+            elif has_rows and not self._knows_sizes:
                 # The rows of padding tell nothing.
                 is_of_batch = place in self._gathers if self._local_batch == 0 else len(sent) in samples
                 if is_of_batch:
-                    self._note_gather(place, _GATHERS[frame.f_code], len(sent))
+                    self._note_gather(place, _GATHERS[frame.f_code], sent)
 
     def _warn_of_sum(self, place: str, name: str) -> None:
         self._warn(
@@ -132,15 +161,21 @@ class Notices:
             "model.weighted_mean(loss) for a number to be logged (docs/recipes/centres.md)",
         )
 
-    def _note_gather(self, place: str, name: str, num_rows: int) -> None:
-        """Warn of a gather of rows of the batch; raise where another rank has another number of these."""
-        self._gathers.add(place)
+    def _note_gather(self, place: str, name: str, sent: torch.Tensor) -> None:
+        """Warn of a gather of rows of the batch; raise where another rank has another number of these.
+
+        A vector may be as long as the batch by chance, as one with an entry per class: it is certainly of the batch
+        where it has had another length.
+        """
+        lengths = self._gathers.setdefault(place, set())
+        is_certain = sent.ndim > 1 or bool(lengths - {len(sent)})
+        lengths.add(len(sent))
         text = (
-            f"{place} calls {name} on a tensor with {num_rows} rows at a local batch of {self._local_batch}: local "
+            f"{place} calls {name} on a tensor with {len(sent)} rows at a local batch of {self._local_batch}: local "
             "batches become unequal, and torch gathers equal shapes only; use `rows, numbers = model.all_gather(x)` "
             "(docs/recipes/contrastive.md), or pin equal batches by local_batches="
         )
-        if self._is_unequal:
+        if self._is_unequal and is_certain:
             self._end()
             raise InvalidInputError(text)
         self._warn(place, text)
