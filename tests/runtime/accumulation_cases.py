@@ -261,6 +261,26 @@ def two_optimizers(rank: int, policy: Any, lr_rule: Any, num_samples: int = 60) 
     )
 
 
+def in_turn(rank: int, order: Sequence[int]) -> tuple[float, int]:
+    """Progress and passes of `epochs(3)` where these of two Adams step on each batch, after a pass each."""
+    fail_on_warnings()
+    net = TinyNet()
+    optimizers = [torch.optim.Adam(part.parameters(), lr=1e-3) for part in (net.first, net.second)]
+    model = HeteroDataParallel(net, optimizers, policy=ScriptedPlanner([(4, 2)]))
+    loader = HeteroDataLoader(Numbered(60), model=model, batch_size=6)
+    num_passes = 0
+    for _ in model.epochs(3):
+        num_passes += 1
+        for features, targets, _ in loader:
+            for number, which in enumerate(order):
+                if number:
+                    model.use_batch()
+                net.zero_grad()
+                nn.functional.mse_loss(model(features), targets).backward()
+                optimizers[which].step()
+    return model.progress, num_passes
+
+
 def penalty(rank: int, weighting: str, no_sync: bool) -> None:
     """A penalty on slopes by a parameter, through outputs whose gradients are weighted on their way in."""
     net = TinyNet()

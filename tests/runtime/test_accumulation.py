@@ -39,6 +39,9 @@ CASES = {
     "totals, reduced": partial(cases.weighed_totals, no_sync=False),
     "two rules": partial(cases.two_optimizers, policy=Growing([(3, 3), (6, 6)]), lr_rule=["linear", "sqrt"]),
     "two, measured": partial(cases.two_optimizers, policy="cannikin", lr_rule="auto", num_samples=360),
+    "in turn": partial(cases.in_turn, order=[0, 1]),
+    "in turn, twice": partial(cases.in_turn, order=[0, 1, 0, 1]),
+    "in turn, the other first": partial(cases.in_turn, order=[1, 0]),
     "penalty, loss": partial(cases.penalty, weighting="loss", no_sync=False),
     "penalty, no_sync": partial(cases.penalty, weighting="hook", no_sync=True),
     "three rules": partial(cases.rules_that_do_not_match, lr_rule=["sqrt"] * 3),
@@ -130,6 +133,15 @@ def test_several_optimizers_have_a_rule_each_and_one_progress(told):
         gain = 2 * (30 + 6) / (30 + 12)
         num_grown = sum(a > 1.5e-3 for a, _ in stepped.inside)
         assert stepped.progress == pytest.approx(len(stepped.inside) - num_grown + gain * num_grown, rel=0.1)
+
+
+@pytest.mark.parametrize("how", ["in turn", "in turn, the other first"])
+def test_optimizers_that_step_in_turn_on_one_batch_make_the_progress_of_one_batch(told, how):
+    assert values(told, how) == [(30, 3)] * 2
+
+
+def test_two_rounds_of_optimizers_on_one_batch_count_twice_as_two_steps_of_one_do(told):
+    assert [progress for progress, _ in values(told, "in turn, twice")] == [40, 40], "two passes of ten batches"
 
 
 def test_the_noise_scale_is_known_where_adam_steps_a_part_of_the_parameters(told):

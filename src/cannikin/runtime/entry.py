@@ -53,6 +53,7 @@ class BatchEntry:
             not so where the script has left samples out, or has a loader of its own.
         is_told: the numbers are the script's (`use_batch`), which may count other things than the loader's samples.
         is_extra: not a batch of the loader's: one of the user's own, or the batch before once more.
+        is_again: the batch before once more.
         ends_pass: whether it is the last of a pass, as far as all ranks' samples are one row.
         place: where in the data it begins, where the loader says so.
         tensors: weak references to what the loader yielded, as far as that is known.
@@ -73,6 +74,7 @@ class BatchEntry:
     whole: bool = True
     is_told: bool = False
     is_extra: bool = False
+    is_again: bool = False
     ends_pass: bool = False
     place: EpochState | None = field(default=None, compare=False)
     tensors: tuple[weakref.ref[torch.Tensor], ...] = field(default=(), compare=False, repr=False)

@@ -643,7 +643,8 @@ class Loop:
         step = self.step
         self._update.rates_of(optimizer).give_back()
         if self._pile.steps:  # of several optimizers the first to step has all of the group's worth
-            self._update.count(self._worth(), optimizer)
+            is_again = all(step.entry.is_again for step in self._pile.steps)
+            self._update.count(self._worth(), optimizer, is_again=is_again)
             self._pile.clear()
         if step is not None and step.optimizer_start is not None:
             step.optimizer_end = self._device.mark()

@@ -109,7 +109,9 @@ class Rates:
 
 
 class Update:
-    """What happens around each step of the optimizers of one model, which step together: progress counts them once.
+    """What happens around each step of the optimizers of one model: progress counts once what they make of a batch.
+
+    They step together, after one backward, or in turn, each after a pass of its own over the same batch.
 
     Args:
         optimizers: whose rates are scaled.
@@ -130,6 +132,7 @@ class Update:
         self.num_batches = 1  # whose gradients pile up for the step at hand, or for the last one
         self.num_steps = 0  # of the optimizers, since this process began
         self._device = device
+        self._stepped: list[torch.optim.Optimizer] = []  # since progress was counted
         self._uncertain: tuple[HostCopy, Worth] | None = None  # whether the last step was skipped
         adams = [o for o in optimizers if _is_one_of(_ADAM_FAMILY, o) and not _is_one_of(_WITHOUT_VARIANCE, o)]
         covered = {id(p) for optimizer in adams for group in optimizer.param_groups for p in group["params"]}
@@ -146,14 +149,21 @@ class Update:
         total, initial = schedule.plan_at(step).total_batch, schedule.job.batch_size
         return rule(total, initial_batch=initial, gain=gain, progress=self.progress.steps)
 
-    def count(self, worth: Worth, optimizer: torch.optim.Optimizer) -> None:
-        """Count a step of this optimizer.
+    def count(self, worth: Worth, optimizer: torch.optim.Optimizer, *, is_again: bool = False) -> None:
+        """Count a step of this optimizer; `is_again` where it was made of the batch that was counted last.
 
-        A fused optimizer runs its hooks on a step that GradScaler skipped too, which does not count.
+        Such a step counts where this optimizer has stepped on the batch before, not where it is another one's turn. A
+        fused optimizer runs its hooks on a step that GradScaler skipped too, which does not count.
         """
+        if is_again and self._stepped and all(optimizer is not other for other in self._stepped):
+            self._stepped.append(optimizer)
+            if self.variance is not None:
+                self.variance.forget_times()
+            return
         self.settle()
         self.progress.add(worth)
         self.num_steps += 1
+        self._stepped = [optimizer]
         found_inf: Any = getattr(optimizer, "found_inf", None)
         if isinstance(found_inf, torch.Tensor):
             self._uncertain = self._device.copy([found_inf.clone().reshape(())]), worth
@@ -270,6 +280,10 @@ class AdamVariance:
     def count_step(self) -> None:
         """Take note that the optimizer has taken a step."""
         self._num_steps += 1
+        self.forget_times()
+
+    def forget_times(self) -> None:
+        """Read t anew: some of the optimizers have taken a step."""
         self._commons.clear()
 
     def __call__(self, parameters: Sequence[torch.Tensor], sizes: Sequence[int] | None = None) -> Variance | None:

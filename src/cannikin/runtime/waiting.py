@@ -89,7 +89,8 @@ class BatchQueue:
             if not self.is_over(step):
                 step.entry = replace(entry, checked=False)
                 return
-            self.add(replace(entry, step=self.next_step, checked=False, is_extra=True, load_s=0.0))
+            again = {"is_extra": True, "is_again": True, "load_s": 0.0}
+            self.add(replace(entry, step=self.next_step, checked=False, **again))  # type: ignore[arg-type]
         else:
             self._entries[0] = replace(entry, checked=False)
 
