@@ -19,8 +19,9 @@ from typing import Any
 
 import lightning as L  # noqa: N812
 import torch
-from lightning.pytorch.callbacks import LearningRateMonitor, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import LearningRateFinder, LearningRateMonitor, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.tuner import Tuner
 from torch.nn.functional import cross_entropy
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, TensorDataset, WeightedRandomSampler
 from training_cases import NumberedStream, ScriptedController, ScriptedPlanner
@@ -31,6 +32,7 @@ from cannikin.runtime.passes import epoch_order
 NUM_SAMPLES, TOTAL, PINNED = 500, 64, (48, 16)
 CHANGING = ((40, 24), (20, 44), (50, 14))  # a plan per window
 NUM_BATCHES = 8  # of an epoch; the last one has 52 samples
+QUIET = dict.fromkeys(("enable_progress_bar", "logger", "enable_checkpointing", "enable_model_summary"), False)
 
 Found = dict[str, Any]
 
@@ -125,8 +127,7 @@ def fit(
     **settings: Any,
 ) -> Found:
     """Train, in one process or on two ranks, and tell what came of it."""
-    quiet = {"enable_progress_bar": False, "logger": False, "enable_checkpointing": False}
-    settings = {"max_epochs": 2, "enable_model_summary": False, "accelerator": "cpu", "devices": 1, **quiet, **settings}
+    settings = {"max_epochs": 2, "accelerator": "cpu", "devices": 1, **QUIET, **settings}
     if not alone:
         strategy = {"local_batches": PINNED} if strategy is None else strategy
         settings |= {"devices": 2, "strategy": CannikinStrategy(**strategy)}
@@ -311,6 +312,32 @@ def weighted() -> Found:
     return fit(Net(), loader, use_distributed_sampler=False)
 
 
+class Events:
+    """An observer that keeps the kinds of events, in order."""
+
+    def __init__(self) -> None:
+        self.kinds: list[str] = []
+
+    def write(self, event: Any) -> None:
+        self.kinds.append(getattr(event, "kind", ""))
+
+
+def searched() -> Found:
+    """A training that looks for a learning rate first, and does not take it."""
+    events, finder = Events(), LearningRateFinder(num_training_steps=12, update_attr=False)
+    how = {"strategy": {"local_batches": PINNED, "observers": [events]}, "default_root_dir": FOLDER}
+    found = fit(Net(), **how, callbacks=[finder])
+    return {**found, "events": events.kinds}
+
+
+def searched_by_tuner() -> Found:
+    net = Net()
+    how = {"devices": 2, "accelerator": "cpu", "strategy": CannikinStrategy(local_batches=PINNED), "max_epochs": 4}
+    trainer = L.Trainer(**how, **QUIET, default_root_dir=FOLDER)
+    finder = Tuner(trainer).lr_find(net, loader_for(alone=False), num_training=30)
+    return {"suggested": finder.suggestion(), "rate": net.lr}
+
+
 RANKS: dict[str, Callable[[], Found]] = {
     "batch_norm": lambda: fit(Net(batch_norm=True), val_check_interval=0.5),
     "batch_norm_growing": lambda: fit(Net(batch_norm=True), strategy=growing(), val_check_interval=3),
@@ -334,6 +361,8 @@ RANKS: dict[str, Callable[[], Found]] = {
         callbacks=[LearningRateMonitor()],
         logger=Kept(),
     ),
+    "searched": searched,
+    "searched_by_tuner": searched_by_tuner,
     "stream": stream,
     "weighted": weighted,
     "other_total": lambda: fit(Net(), DataLoader(samples(), 7, shuffle=True), max_steps=2),
@@ -366,10 +395,30 @@ def by_length() -> DataLoader[Any]:
     return DataLoader(samples(), batch_sampler=ByLength(RandomSampler(samples()), 32, drop_last=False))
 
 
+class OtherBatches(Net):
+    """Gives batches of another size each time that it is asked for them."""
+
+    batch_size = 8
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        self.batch_size *= 2
+        return DataLoader(samples(), self.batch_size)
+
+
+def changed() -> Found:
+    finder = LearningRateFinder(num_training_steps=5, update_attr=False)
+    trainer = L.Trainer(
+        devices=2, accelerator="cpu", strategy=CannikinStrategy(), callbacks=[finder], default_root_dir=FOLDER, **QUIET
+    )
+    trainer.fit(OtherBatches())
+    return {}
+
+
 REFUSED: dict[str, Callable[[], Any]] = {
     "manual": lambda: fit(Manual()),
     "reloaded": lambda: fit(Net(), reload_dataloaders_every_n_epochs=1),
     "several": lambda: fit(Net(), [loader_for(alone=False), loader_for(alone=False)]),
+    "changed": changed,
     "batch_sampler": lambda: fit(Net(), by_length(), use_distributed_sampler=False),
     "wrapped_sampler": lambda: fit(Net(), DataLoader(samples(), 32, sampler=WeightedRandomSampler([1.0] * 500, 500))),
     "no_loader": lambda: fit(Net(), [samples()[:32]]),

@@ -168,6 +168,21 @@ def test_schedules_by_the_step_follow_progress_where_the_total_grows(told):
     assert int(grown["elapsed"]) != grown["steps"]
 
 
+def test_a_search_of_learning_rates_leaves_no_trace_in_the_training_after_it(told):
+    (plain, _), (first, second) = values(told, "pinned"), values(told, "searched")
+    assert gap(plain, first) == gap(first, second) == 0
+    assert first["sizes"] == [*plain["sizes"][:12], *plain["sizes"]]
+    assert first["progress"] == plain["progress"] == 16
+    assert first["events"][-1] == "end"
+    assert first["events"].count("end") == 1
+
+
+def test_every_rank_gets_the_same_learning_rate_from_a_search(told):
+    first, second = values(told, "searched_by_tuner")
+    assert 1e-8 < first["suggested"] == second["suggested"] < 1
+    assert first["rate"] == second["rate"] == first["suggested"]
+
+
 def test_a_stream_is_cut_and_a_sampler_is_kept(told):
     first, second = values(told, "stream")
     assert sorted(first["seen"] + second["seen"]) == list(range(100))
@@ -186,6 +201,7 @@ def test_a_batch_size_that_is_ignored_is_warned_of(told):
         ("manual", "use automatic optimization, or Fabric"),
         ("reloaded", "leave it at 0"),
         ("several", "put the datasets into one"),
+        ("changed", "has a total batch of 64 samples when it is set up again, and had 32"),
         ("batch_sampler", "is a ByLength, which cuts batches its own way"),
         ("wrapped_sampler", "use_distributed_sampler=False"),
         ("no_loader", "give a torch.utils.data.DataLoader"),

@@ -78,7 +78,9 @@ class CannikinStrategy(DDPStrategy):
         self._loader_options, self._engine_options = _parted(options)
         self._saved: dict[str, Any] | None = None  # a checkpoint's state, until there is an engine to take it
         self._saved_place: dict[str, Any] | None = None  # and its loader's
-        self._in_step = False
+        self._begun: tuple[dict[str, Any], dict[str, Any]] | None = None  # states of engine and loader before any step
+        self._has_loader = False  # in the set-up of training data that Lightning is at
+        self._in_step = self._in_fit = False
         self._shown: Plan | None = None  # the plan that the progress bar's total was last computed for
         self.engine: Engine | None = None
         self.loader: TrainLoader | None = None
@@ -90,7 +92,7 @@ class CannikinStrategy(DDPStrategy):
             super().setup(trainer)
             return
         self._refuse(trainer)
-        self.engine = self.loader = self._shown = None
+        self.engine = self.loader = self._shown = self._begun = None
         super().setup(trainer)
         scaler = getattr(self.precision_plugin, "scaler", None)
         observers = [*self._engine_options.get("observers", ()), ScalarObserver(_Loggers(trainer), with_step=False)]
@@ -103,10 +105,16 @@ class CannikinStrategy(DDPStrategy):
         if self._loader_options.get("max_batch_size") is not None and trainer.max_steps == -1:
             self._schedule_by_progress(self.engine)
         if self.loader is not None:  # configure_optimizers() has asked how many steps there will be
-            self.loader.bind(self.engine)
+            self._bind(self.loader, self.engine)
             if self._saved_place is not None:  # Lightning gives it only to loaders that it makes after this
                 self.loader.load_state_dict(self._saved_place)
         self._saved_place = None
+        self._in_fit = True
+
+    def _bind(self, loader: TrainLoader, engine: Engine) -> None:
+        """Let the engine train on the loader, and keep the states to which a search of learning rates goes back."""
+        loader.bind(engine)
+        self._begun = engine.state_dict(), loader.state_dict()
 
     def _schedule_by_progress(self, engine: Engine) -> None:
         """Let schedulers that count steps count those that training is worth at the initial batch.
@@ -136,16 +144,30 @@ class CannikinStrategy(DDPStrategy):
         assert self.lightning_module is not None
         if not self.lightning_module.trainer.training:
             return super().process_dataloader(dataloader)
-        if self.loader is not None:
+        if self._has_loader:
             raise InvalidInputError(
                 "several training DataLoaders: a step has one batch, which the plan cuts; put the datasets into one "
                 "(ConcatDataset, StackDataset) or into one collate_fn"
             )
+        self._has_loader = True
         loader = _like(dataloader, self.world_size, self.global_rank, self._loader_options)
-        self.loader = TrainLoader(loader, grows=_grows(loader, self._loader_options))
-        if self.engine is not None:
-            self.loader.bind(self.engine)
+        if self.loader is None:
+            self.loader = TrainLoader(loader, grows=_grows(loader, self._loader_options))
+            if self.engine is not None:
+                self._bind(self.loader, self.engine)
+        elif (loader.batch_size, sized_len(loader)) != (self.loader.batch_size, self.loader.length):
+            raise InvalidInputError(
+                f"the training DataLoader has a total batch of {loader.batch_size} samples when it is set up again, "
+                f"and had {self.loader.batch_size}, or its data has another length: one loader feeds the model from "
+                "the first step to the last; give the same one each time"
+            )
         return self.loader
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks; by this name Lightning says that it sets training data up, maybe once more."""
+        if name == "train_dataloader()":
+            self._has_loader = False
+        super().barrier(name)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's training step, in which means over ranks are means over samples."""
@@ -181,15 +203,22 @@ class CannikinStrategy(DDPStrategy):
         _show_total(self.lightning_module.trainer, batch_idx + self.loader.num_left(plan.total_batch))
 
     def on_train_end(self) -> None:
-        """End the last pass, and say in the run log that the training is over."""
+        """End the last pass; a search of learning rates, which comes here too, goes on to train."""
         super().on_train_end()
-        if self.engine is not None and self.loader is not None:
+        if self.loader is not None:
             self.loader.finish()
+
+    def teardown(self) -> None:
+        """Say in the run log that the training is over, unless an error has ended it."""
+        if self._in_fit and self.engine is not None:
             self.engine.close()
+        self._in_fit = False
+        super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
         """Say in a note what to do, where a step ran out of memory or lost a rank."""
         super().on_exception(exception)
+        self._in_fit = False
         if self.engine is not None:
             self.engine.explain(exception)
 
@@ -200,9 +229,20 @@ class CannikinStrategy(DDPStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load a checkpoint, of which the engine that is not there yet will have its part."""
+        """Load a checkpoint, of which the engine that is not there yet will have its part.
+
+        In a fit it is one of `Tuner.lr_find`: made before there was a loader, of the state before the first step.
+        """
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        self._saved, self._saved_place = checkpoint.get(_KEY), checkpoint.get(_PLACE_KEY)
+        saved, place = checkpoint.get(_KEY), checkpoint.get(_PLACE_KEY)
+        if not self._in_fit:
+            self._saved, self._saved_place = saved, place
+        elif self.engine is not None and self.loader is not None:
+            if saved is None or place is None:
+                assert self._begun is not None
+                saved, place = self.broadcast(self._begun)  # what rank 0 knew, as a checkpoint has it
+            self.engine.load_state_dict(saved)
+            self.loader.load_state_dict(place)
         return checkpoint
 
 
@@ -220,8 +260,8 @@ class TrainLoader:
     def __init__(self, loader: HeteroDataLoader, *, grows: bool) -> None:
         self.loader = loader
         self._is_bound = False
-        self._length = sized_len(loader)  # of a whole epoch, while it has no model
-        self.grows = grows and self._length is not None
+        self.length = sized_len(loader)  # of a whole epoch, while it has no model
+        self.grows = grows and self.length is not None
 
     def bind(self, engine: Engine) -> None:
         """Give the loader the engine that trains on it."""
@@ -243,9 +283,9 @@ class TrainLoader:
         self.loader.finish()
 
     def __len__(self) -> int:
-        if self.grows or self._length is None:
+        if self.grows or self.length is None:
             raise TypeError("the total batch may grow, or the data has no length: the number of batches is not known")
-        return self._length
+        return self.length
 
     def num_left(self, total_batch: int) -> int:
         """Return the batches of this epoch that have not been trained on, at this total batch."""
