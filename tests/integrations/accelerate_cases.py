@@ -316,6 +316,11 @@ def refusals(folder: Path) -> dict[str, str]:
         "dispatch": said(lambda: prepare(fresh(dataloader_config=dispatching), network(), loader)),
         "skip": said(skip),
         "prepared before": said(twice),
+        "another total": said(lambda: train(fresh(), local_batches=[24, 8])),
+        "another total, split": said(
+            lambda: train(fresh(dataloader_config=DataLoaderConfiguration(split_batches=True)), local_batches=[24, 8])
+        ),
+        "not whole": said(lambda: train(fresh(), local_batches=[48.0, 16.0])),
         "no model": said(lambda: prepare(fresh(), loader)),
     }
 

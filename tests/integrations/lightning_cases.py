@@ -425,6 +425,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "whole_batches": lambda: fit(Net(), DataLoader(samples(), batch_size=None), strategy={}),
     "estimated": lambda: fit(Net(schedule=True), strategy=growing()),
     "comm_hook": lambda: CannikinStrategy(ddp_comm_hook=print),
+    "not_whole": lambda: fit(Net(), strategy={"local_batches": [48.0, 16.0]}),
     "misspelt": lambda: CannikinStrategy(max_batchsize=512),
 }
 

@@ -93,6 +93,12 @@ def test_a_run_saved_in_mid_epoch_ends_with_the_same_weights_in_a_fresh_process(
         ("dispatch", "dispatch_batches=True lets the first process read whole batches"),
         ("skip", "skip_first_batches() cannot take it apart"),
         ("prepared before", "as it was before accelerator.prepare"),
+        (
+            "another total",
+            "local_batches=[24, 8] sum to 32, and the DataLoader's batch_size=32 on 2 processes makes 64",
+        ),
+        ("another total, split", "batch_size=64 with split_batches=True on 2 processes makes 64: let the two agree"),
+        ("not whole", "local_batches[0]=48.0 must be a whole number of at least 1"),
         ("no model", "prepare() got 0 models and 0 optimizers"),
     ],
 )

@@ -208,6 +208,7 @@ def test_a_batch_size_that_is_ignored_is_warned_of(told):
         ("whole_batches", "give a DataLoader over single samples"),
         ("estimated", "set max_steps"),
         ("comm_hook", "comm_wrapper="),
+        ("not_whole", "local_batches[0]=48.0 must be a whole number of at least 1"),
         ("misspelt", "did you mean max_batch_size?"),
     ],
 )

@@ -111,6 +111,8 @@ def test_a_run_saved_at_any_step_ends_with_the_same_weights_in_a_fresh_process(a
         ("split_batches", "split_batches=True makes per_device_train_batch_size the total"),
         ("dispatch_batches", "dispatch_batches=True lets the first rank read whole batches"),
         ("batch_rebalance", "train_sampling_strategy='batch_rebalance' cuts the ranks' batches by itself"),
+        ("another total", "sum to 24, and per_device_train_batch_size=8 on 2 processes makes 16: let the two agree"),
+        ("not whole", "local_batches[0]=12.0 must be a whole number of at least 1"),
         ("stream", "the train dataset is an IterableDataset"),
         ("no labels", "is 0.0, which does not tell how it is made: put samples with labels first"),
         ("tokens of one's own", "average_tokens_across_devices=False makes each rank's loss a mean over its own"),

@@ -431,6 +431,8 @@ def refusals(folder: Path) -> dict[str, str]:
         "split_batches": said(lambda: make(accelerator_config={"split_batches": True})),
         "dispatch_batches": said(lambda: make(accelerator_config={"dispatch_batches": True})),
         "batch_rebalance": said(lambda: make(train_sampling_strategy="batch_rebalance")),
+        "another total": said(lambda: make(options={"local_batches": [20, 4]})),
+        "not whole": said(lambda: make(options={"local_batches": [12.0, 4.0]})),
         "stream": said(lambda: make(Stream(), max_steps=3)),
         "no labels": said(lambda: train(folder, llama(), collator=without_labels, **UNEQUAL)),
         "tokens of one's own": said(

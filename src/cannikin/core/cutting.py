@@ -199,10 +199,20 @@ def make_job(
     )
 
 
-def _pinned(local_batches: Sequence[int], num_ranks: int, batch_size: int) -> tuple[int, ...]:
+def whole_sizes(local_batches: Iterable[object]) -> tuple[int, ...]:
+    """Return `local_batches` as whole numbers, or raise an error that names the one that is none.
+
+    Example:
+        >>> whole_sizes([48, 16])
+        (48, 16)
+    """
     if not isinstance(local_batches, Iterable):
         raise InvalidInputError(f"local_batches={local_batches!r} must be a list: give one size per rank")
-    sizes = tuple(whole_number(f"local_batches[{i}]", size, low=1) for i, size in enumerate(local_batches))
+    return tuple(whole_number(f"local_batches[{i}]", size, low=1) for i, size in enumerate(local_batches))
+
+
+def _pinned(local_batches: Sequence[int], num_ranks: int, batch_size: int) -> tuple[int, ...]:
+    sizes = whole_sizes(local_batches)
     if len(sizes) != num_ranks:
         count = f"{len(sizes)} sizes for {num_ranks} ranks"
         raise InvalidInputError(f"local_batches={list(sizes)} has {count}: give one per rank")

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from cannikin.core.cutting import Bounds
 from cannikin.errors import InvalidInputError
+from cannikin.integrations.pinned import refuse_other_total
 from cannikin.runtime.engine import Engine
 from cannikin.runtime.loader import HeteroDataLoader
 from cannikin.runtime.options import DrawOptions, Options, check_names
@@ -48,7 +49,7 @@ def prepare(
     """Prepare a model, its optimizer, loaders and schedulers as `accelerator.prepare` does, in the order given.
 
     The first DataLoader is the one to train on, and its `batch_size` is a process's at the start (with `split_batches`
-    the total over all processes), or the total is the sum of `local_batches`. It becomes a `PreparedLoader`; Accelerate
+    the total over all processes); `local_batches` have the same total. It becomes a `PreparedLoader`; Accelerate
     prepares all further loaders, which are for evaluation. On one process it prepares everything.
 
     Args:
@@ -72,6 +73,7 @@ def prepare(
         )
         return accelerator.prepare(*objects)
     of_loader = next(place for place, each in enumerate(objects) if isinstance(each, DataLoader))
+    _check_total(accelerator, objects[of_loader], local_batches)
     by_steps = [place for place, each in enumerate(objects) if _counts_steps(each, accelerator)]
     of_schedulers = [] if max_batch_size is None else by_steps  # with a fixed total steps are progress
     ours = (of_loader, *of_schedulers)
@@ -213,3 +215,14 @@ def _check(accelerator: Accelerator, objects: Sequence[Any]) -> None:
             "prepare() needs the DataLoader to train on as it was before accelerator.prepare, which deals equal "
             "batches out: give it here, and do not prepare it before"
         )
+
+
+def _check_total(accelerator: Accelerator, loader: DataLoader[Any], local_batches: Sequence[int] | None) -> None:
+    """Refuse a pinned split of another total than the loader's, by whose length the script's schedule is written."""
+    size, num_ranks = loader.batch_size, accelerator.num_processes
+    if size is None:
+        return  # refused where it is taken apart
+    said, total = f"the DataLoader's batch_size={size}", size * num_ranks
+    if accelerator.split_batches:
+        said, total = f"{said} with split_batches=True", size
+    refuse_other_total(local_batches, said=said, total=total, num_ranks=num_ranks)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import warnings
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -38,6 +37,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from cannikin.core.cutting import num_steps
 from cannikin.core.values import Plan
 from cannikin.errors import InvalidInputError
+from cannikin.integrations.pinned import pinned_total
 from cannikin.runtime.engine import Engine
 from cannikin.runtime.loader import HeteroDataLoader
 from cannikin.runtime.options import DrawOptions, Options, check_names
@@ -358,14 +358,7 @@ def _like(given: object, num_ranks: int, rank: int, options: Mapping[str, Any]) 
         options["worker_init_fn"] = partial(pl_worker_init_function, rank=rank)
     pinned, total = options.get("local_batches"), None
     if pinned is not None:
-        total = sum(pinned)
-        if given.batch_size is not None and given.batch_size * num_ranks != total and rank == 0:
-            warnings.warn(
-                f"the DataLoader's batch_size={given.batch_size} is ignored: local_batches={list(pinned)} says how "
-                f"many samples each rank gets, {total} together",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        total = pinned_total(pinned, loaders=given.batch_size, num_ranks=num_ranks, rank=rank)
     elif given.batch_size is not None:
         total = given.batch_size * num_ranks
     return HeteroDataLoader.like(given, batch_size=total, **options)

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 
 from cannikin.core.cutting import Bounds
 from cannikin.errors import InvalidInputError
+from cannikin.integrations.pinned import pinned_total
 from cannikin.runtime.engine import Engine
 from cannikin.runtime.loader import HeteroDataLoader
 from cannikin.runtime.options import OneOrMore, Options
@@ -93,7 +94,9 @@ def prepare(
     if isinstance(local_bounds, Mapping):
         local_bounds = _by_label(local_bounds, label, engine)
     if batch_size is None and local_batches is not None:
-        batch_size = sum(local_batches)
+        batch_size = pinned_total(
+            local_batches, loaders=data_loader.batch_size, num_ranks=engine.world_size, rank=engine.rank
+        )
     elif batch_size is None and saved is not None:
         batch_size = saved["objects"]["engine"]["batch_size"]
     loader = RayDataLoader.like(

@@ -28,6 +28,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, 
 
 from cannikin.core.cutting import Bounds
 from cannikin.errors import BatchMatchError, InvalidInputError
+from cannikin.integrations.pinned import refuse_other_total
 from cannikin.runtime.engine import Engine
 from cannikin.runtime.loader import HeteroDataLoader
 from cannikin.runtime.options import Options, check_names
@@ -119,12 +120,9 @@ class HeteroTrainer(Trainer):
         for reason, holds in reasons.items():
             if holds:
                 raise InvalidInputError(f"HeteroTrainer cannot train so: {reason}")
-        pinned, local, num_ranks = self._split["local_batches"], args.train_batch_size, args.world_size
-        if pinned is not None and sum(pinned) != local * num_ranks:
-            raise InvalidInputError(
-                f"local_batches={list(pinned)} sum to {sum(pinned)}, and per_device_train_batch_size={local} on "
-                f"{num_ranks} processes makes {local * num_ranks}: let the two agree"
-            )
+        local, num_ranks = args.train_batch_size, args.world_size
+        said, total = f"per_device_train_batch_size={local}", local * num_ranks
+        refuse_other_total(self._split["local_batches"], said=said, total=total, num_ranks=num_ranks)
 
     # What Trainer calls, in this order.
 
