@@ -23,7 +23,7 @@ pytestmark = pytest.mark.xdist_group("ranks")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What each case found on rank 0; the second launch resumes what the first one saved."""
     folder = tmp_path_factory.mktemp("transformers")
-    first = run_ranks(run, 2, folder, "quick", "summary", "refusals", "saving_groups", timeout_s=100)
+    first = run_ranks(run, 2, folder, "quick", "summary", "logged", "refusals", "saving_groups", timeout_s=100)
     return first[0] | run_ranks(run, 2, folder, "resuming", timeout_s=60)[0]
 
 
@@ -51,6 +51,17 @@ def test_an_unequal_split_trains_as_one_process_on_the_whole_batches(found, case
 
 def test_the_loss_of_a_whole_training_is_that_of_its_samples_however_seldom_it_was_logged(found):
     assert found["summary"][500] == pytest.approx(found["summary"][1], abs=1e-4)  # rounded to four digits where logged
+
+
+def test_trackers_of_report_to_get_the_plan_and_the_noise_beside_the_loss(found):
+    evaluated, *rows, summary = found["logged"]
+    assert "eval_loss" in evaluated
+    assert "train_loss" in summary
+    assert not any(name.startswith("cannikin/") for name in (*evaluated, *summary))
+    assert all(row["cannikin/rank0/local_batch"] == 12 and row["cannikin/rank1/local_batch"] == 4 for row in rows)
+    assert rows[-1]["cannikin/noise_scale"] > 0
+    assert rows[-1]["cannikin/predicted_step_ms"] > 0
+    assert all(math.isfinite(value) for row in rows for value in row.values())
 
 
 @pytest.mark.slow
@@ -114,6 +125,7 @@ def test_a_run_saved_at_any_step_ends_with_the_same_weights_in_a_fresh_process(a
         ("another total", "sum to 24, and per_device_train_batch_size=8 on 2 processes makes 16: let the two agree"),
         ("not whole", "local_batches[0]=12.0 must be a whole number of at least 1"),
         ("stream", "the train dataset is an IterableDataset"),
+        ("evaluated first", "trainer.evaluate() or predict() has prepared it before train()"),
         ("no labels", "is 0.0, which does not tell how it is made: put samples with labels first"),
         ("tokens of one's own", "average_tokens_across_devices=False makes each rank's loss a mean over its own"),
     ],

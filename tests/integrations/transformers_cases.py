@@ -303,6 +303,19 @@ def summary(folder: Path) -> dict[str, Any]:
     return found
 
 
+def logged(folder: Path) -> list[dict[str, float]]:
+    """What Trainer's own trackers are told, of a training that is evaluated before its first step, too."""
+    rows: list[dict[str, float]] = []
+
+    class Tracker(TrainerCallback):
+        def on_log(self, *args: Any, logs: dict[str, float], **kwargs: Any) -> None:
+            rows.append(dict(logs))
+
+    given = {"num_train_epochs": 12, "learning_rate": 1e-5, "eval_on_start": True}
+    train(folder, Classifier(), arguments_=given, callbacks=[Tracker()], **UNEQUAL)
+    return rows
+
+
 def without_labels(samples: Any) -> Any:
     batch = padded(samples)
     batch["labels"][:] = -100
@@ -420,6 +433,11 @@ def refusals(folder: Path) -> dict[str, str]:
             return str(error)
         return "nothing"
 
+    def evaluated_first() -> None:
+        trainer = make(max_steps=2)
+        trainer.evaluate(Points(8))
+        trainer.train()
+
     def make(data: Any = None, options: dict[str, Any] | None = None, **given: Any) -> HeteroTrainer:
         return HeteroTrainer(
             model=Classifier(), args=arguments(folder, **given), train_dataset=data or Points(), **(options or {})
@@ -434,6 +452,7 @@ def refusals(folder: Path) -> dict[str, str]:
         "another total": said(lambda: make(options={"local_batches": [20, 4]})),
         "not whole": said(lambda: make(options={"local_batches": [12.0, 4.0]})),
         "stream": said(lambda: make(Stream(), max_steps=3)),
+        "evaluated first": said(evaluated_first),
         "no labels": said(lambda: train(folder, llama(), collator=without_labels, **UNEQUAL)),
         "tokens of one's own": said(
             lambda: train(folder, llama(), arguments_={"average_tokens_across_devices": False}, **UNEQUAL)

@@ -36,6 +36,7 @@ from cannikin.runtime.parallel import attach
 from cannikin.runtime.randomness import get_randomness, set_randomness
 
 _FILE = "cannikin.pt"  # in a checkpoint's folder: what was learned, and progress
+_MAX_RANKS = 16  # with more, logs have no local batches, as those of observers
 _IGNORED = -100  # a label that counts for nothing, as Transformers' losses have it
 
 
@@ -163,6 +164,12 @@ class HeteroTrainer(Trainer):
     def _begin(self, batches: _Batches) -> None:
         """Attach to what Trainer has built: model and optimizer are there, no batch has been asked for."""
         batches.finish()  # a pass that an error has left
+        if self.model_wrapped is self.model:  # Accelerate has marked it as prepared, and leaves it as it is
+            raise InvalidInputError(
+                "the model is not under DDP: trainer.evaluate() or predict() has prepared it before train(), and "
+                "Trainer then trains it without DDP, each process for itself; train first (eval_on_start=True in "
+                "TrainingArguments evaluates before the first step), or evaluate a copy of the model by another Trainer"
+            )
         if batches.model is None:
             given = {} if "weighting" in self._options else {"weighting": self._weighting(batches.loader)}
             model: Any = self.model_wrapped
@@ -185,6 +192,12 @@ class HeteroTrainer(Trainer):
             return loss
         share = engine.current_share
         return loss * (engine.world_size * share) if share else torch.zeros_like(loss)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log what Trainer does; beside a training loss the plan and the noise, by the names of `trackers.SCALARS`."""
+        if self.engine is not None and "loss" in logs:
+            logs |= _numbers(self.engine)
+        super().log(logs, *args, **kwargs)
 
     # How the loss is made.
 
@@ -243,6 +256,17 @@ class HeteroTrainer(Trainer):
                 f"ranks' weights were chosen, {then}: make all batches alike, or pass weighting='none' where the loss "
                 "is divided by num_items_in_batch, 'hook' where it is a mean over the batch"
             )
+
+
+def _numbers(engine: Engine) -> dict[str, float]:
+    """Return what every rank knows of the run without asking the others; nothing that is not finite."""
+    plan = engine.plan
+    found = {"cannikin/noise_scale": engine.noise_scale}
+    if plan is not None and plan.predicted_step_s is not None:
+        found["cannikin/predicted_step_ms"] = 1e3 * plan.predicted_step_s
+    if plan is not None and len(plan.local_batches) <= _MAX_RANKS:
+        found |= {f"cannikin/rank{rank}/local_batch": float(b) for rank, b in enumerate(plan.local_batches)}
+    return {name: value for name, value in found.items() if math.isfinite(value)}
 
 
 class _Moments(TrainerCallback):
