@@ -39,7 +39,8 @@ def train(options: dict) -> None:
                 run.report({"epoch": epoch, "loss": float(run.engine.weighted_mean(loss))})
         scheduler.step()
         loss = float(run.engine.weighted_mean(loss))
-        run.report({"epoch": epoch, "loss": loss, "local_batches": run.engine.plan.local_batches})
+        numbers = {"local_batches": run.engine.plan.local_batches, "noise_scale": run.engine.noise_scale}
+        run.report({"epoch": epoch, "loss": loss, **numbers})  # to Ray's own loggers
 
 
 if __name__ == "__main__":
