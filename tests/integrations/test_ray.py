@@ -18,10 +18,25 @@ import torch
 pytest.importorskip("ray", reason="Ray is not installed: pip install -c constraints.txt '.[ray]', or make test-all")
 
 from pages import ROOT
-from ray_cases import BOUNDS, NUM_SAMPLES, ONE, PINNED, SEVERAL, TOTAL, committed, make_parts, read_runs, train_alone
+from ray.train.torch import train_loop_utils
+from ray_cases import (
+    BOUNDS,
+    NUM_SAMPLES,
+    ONE,
+    PINNED,
+    SEVERAL,
+    TOTAL,
+    Recorded,
+    committed,
+    make_parts,
+    read_runs,
+    train_alone,
+)
+from torch.utils.data import DataLoader
 
 from cannikin.errors import InvalidInputError
 from cannikin.integrations.ray import prepare
+from cannikin.runtime.loader import HeteroDataLoader
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks"), pytest.mark.timeout(900)]
 
@@ -99,6 +114,13 @@ def test_a_shard_of_ray_data_is_refused_with_what_to_do():
     net, optimizer, _ = make_parts()
     with pytest.raises(InvalidInputError, match="dealt out to the workers in equal parts already; give a DataLoader"):
         prepare(net, optimizer, iter(()))
+
+
+def test_a_loader_that_ray_has_wrapped_is_taken_apart_by_the_name_that_its_class_has():
+    wrapped = train_loop_utils._WrappedDataLoader(DataLoader(Recorded(), batch_size=8), torch.device("cpu"), False)
+    loader = HeteroDataLoader.like(wrapped, batch_size=16)
+    assert isinstance(loader.dataset, Recorded)
+    assert not loader.sharded  # as batches of an iterator would be
 
 
 def test_ray_has_the_loss_that_was_reported_last(trained):

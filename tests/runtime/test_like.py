@@ -152,8 +152,17 @@ def test_what_accelerate_has_prepared_is_taken_apart_with_what_it_was_made_of():
     assert [batch.tolist() for (batch,) in loader] == [batch.tolist() for (batch,) in same]
 
 
+def test_a_stream_that_accelerate_has_dealt_out_is_refused_by_the_name_that_its_class_has():
+    data_loader = pytest.importorskip("accelerate.data_loader")
+    prepared = data_loader.prepare_data_loader(
+        DataLoader(Stream(), batch_size=4), num_processes=2, process_index=1, put_on_device=False
+    )
+    with pytest.raises(InvalidInputError, match=r"before accelerator\.prepare\(\)"):
+        HeteroDataLoader.like(prepared, batch_size=8)
+
+
 class _WrappedDataLoader(DataLoader):
-    """As Ray's is called, which is an iterator too."""
+    """As Ray's is called (tests/integrations/test_ray.py has Ray's own), which is an iterator too."""
 
     def __iter__(self):
         return self
