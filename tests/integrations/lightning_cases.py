@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -117,6 +118,29 @@ class Net(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+class Unlike(Net):
+    """A net on ranks of speed 1 and 1/4, which logs by the epoch: else the faster one waits in forward."""
+
+    sample_s = (1e-3, 4e-3)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.register_forward_pre_hook(self._wait)
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        features, labels = batch
+        self.told["sizes"].append(len(labels))
+        loss = cross_entropy(self.net(features), labels)
+        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None: ...
+
+    def _wait(self, net: torch.nn.Module, inputs: Any) -> None:
+        if self.training and self.trainer.world_size > 1:
+            time.sleep(self.sample_s[self.global_rank] * len(inputs[0]))
+
+
 def fit(
     net: L.LightningModule,
     loader: Any = None,
@@ -160,6 +184,7 @@ class SaveAt(L.Callback):
 ALIKE: dict[str, Callable[..., Found]] = {
     "pinned": lambda **how: fit(Net(), **how),
     "adaptive": lambda **how: fit(Net(), **how, strategy={"policy": ScriptedPlanner(CHANGING)}, max_epochs=6),
+    "learned": lambda **how: fit(Unlike(), **how, strategy={"local_bounds": (2, 60)}, max_epochs=8),
     "accumulated": lambda **how: fit(Net(), **how, accumulate_grad_batches=3),
     "clipped": lambda **how: fit(Net(), **how, gradient_clip_val=0.1),
     "scheduled": lambda **how: fit(Net(schedule=True), **how),

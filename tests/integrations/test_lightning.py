@@ -87,6 +87,21 @@ def test_the_cases_are_what_their_names_say(told):
     assert {40, 20, 50} < set(values(told, "adaptive")[0]["sizes"])
 
 
+def test_the_policy_itself_gives_the_faster_rank_more_while_weights_stay_those_of_one_process(told, alone):
+    first, second = values(told, "learned")
+    assert gap(alone["learned"], first) < 1e-6
+    assert gap(first, second) == 0
+    assert [sum(sizes) for sizes in zip(first["sizes"], second["sizes"], strict=True)] == [*[64] * 7, 52] * 8
+    assert first["sizes"][0] == second["sizes"][0] == 32
+    assert first["plan"][0] > 1.5 * first["plan"][1]  # of ranks of speed 4 and 1
+
+
+def test_means_over_ranks_in_each_step_are_warned_of_where_the_split_is_to_adapt(told):
+    assert "their speeds cannot be told apart" in values(told, "adaptive")[0]["warnings"][0]
+    assert values(told, "adaptive")[1]["warnings"] == []
+    assert values(told, "pinned")[0]["warnings"] == values(told, "learned")[0]["warnings"] == []
+
+
 def test_mixed_precision_is_as_near_as_its_rounding_lets_it_be(told, alone):
     assert gap(alone["bf16"], values(told, "bf16")[0]) < 1e-3
     assert gap(alone["bf16"], alone["pinned"]) > 1e-2  # which has another rate: the weights do move

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -80,7 +81,7 @@ class CannikinStrategy(DDPStrategy):
         self._saved_place: dict[str, Any] | None = None  # and its loader's
         self._begun: tuple[dict[str, Any], dict[str, Any]] | None = None  # states of engine and loader before any step
         self._has_loader = False  # in the set-up of training data that Lightning is at
-        self._in_step = self._in_fit = False
+        self._in_step = self._in_fit = self._warned = False
         self._shown: Plan | None = None  # the plan that the progress bar's total was last computed for
         self.engine: Engine | None = None
         self.loader: TrainLoader | None = None
@@ -187,8 +188,22 @@ class CannikinStrategy(DDPStrategy):
         if averages and not tensor.is_floating_point():
             tensor = tensor.double()
         if averages and self._in_step and group is None and self.engine is not None:
+            self._warn_of_waiting()
             return self.engine.weighted_mean(tensor)
         return super().reduce(tensor, group, reduce_op)
+
+    def _warn_of_waiting(self) -> None:
+        """Say once that ranks wait for each other in forward, where the wait counts as the faster one's computing."""
+        adapts = self._loader_options.get("local_batches") is None and self._engine_options.get("policy") != "even"
+        if self._warned or not adapts or self.global_rank != 0:
+            return
+        self._warned = True
+        warnings.warn(
+            "self.log(..., sync_dist=True) in training_step makes every rank wait for the slowest in each step, so "
+            "that their speeds cannot be told apart: log with on_step=False, on_epoch=True, or without sync_dist",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Tell the progress bar how many batches the epoch has under the plan in force, where that changes."""
