@@ -48,6 +48,13 @@ def test_a_run_that_has_ended_is_told_in_one_line_where_there_is_no_terminal(tmp
     assert line.endswith("ended")
 
 
+def test_a_run_that_has_ended_early_is_not_told_as_one_that_has_ended(tmp_path):
+    early = event(100, "end", "in the middle of epoch 2", early=True)
+    folder = write_log(tmp_path, [*run(3), early])
+    assert watch(folder).stdout.splitlines()[-1].endswith("ended early")
+    assert "· ended early" in watch(folder, "--once").stdout
+
+
 def test_a_run_that_is_silent_for_long_is_said_to_be_where_there_is_no_terminal(tmp_path, monkeypatch):
     """As one that was killed is. Time is counted by the naps between two looks, and Ctrl-C comes after a minute."""
     clock = Clock()

@@ -44,6 +44,12 @@ def test_the_headline_says_what_ran_how_it_went_and_how_it_ended():
         assert part in said
 
 
+def test_the_headline_of_a_run_that_ended_early_says_why():
+    early = EventRecord(step=120, kind="end", text="in the middle of epoch 2", data={"early": True})
+    said = headline(read([*run(ends=False), early]))
+    assert said[-1] == "The run ended early, at step 120: in the middle of epoch 2."
+
+
 def two_new_splits(first_step: int = 0):
     return [
         header(first_step=first_step),

@@ -41,7 +41,16 @@ class Noisy(Dataset):
 class Recording:
     """One rank's training: what it has seen, and what it ends with."""
 
-    def __init__(self, folder: str, *, seed: int = 0, workers: int = 0, policy: str = "even", **options: Any) -> None:
+    def __init__(
+        self,
+        folder: str,
+        *,
+        seed: int = 0,
+        workers: int = 0,
+        policy: str = "even",
+        run_dir: str | None = None,
+        **options: Any,
+    ) -> None:
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)
@@ -50,7 +59,7 @@ class Recording:
         )
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
-        self.model = cannikin.HeteroDataParallel(self.net, self.optimizer, policy=policy)
+        self.model = cannikin.HeteroDataParallel(self.net, self.optimizer, policy=policy, run_dir=run_dir)
         # The rank was started by a server of multiprocessing's already: another would have to import torch first.
         own = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
         self.loader = cannikin.HeteroDataLoader(Noisy(), model=self.model, batch_size=8, **own)
@@ -130,7 +139,7 @@ def told_to_end(rank: int, world_size: int, folder: str, whom: int, options: dic
 
     if options.get("workers"):
         os.setpgid(0, 0)
-    training = Told(folder, **options)
+    training = Told(folder, run_dir=folder, **options)
     try:
         training.train(1000)
     except SystemExit as end:

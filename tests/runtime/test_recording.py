@@ -199,6 +199,8 @@ WAYS = {
     "in a function": True,
     "collected": True,
     "by sys.exit": True,
+    "sampler": True,
+    "counted": True,
     "closed": True,
     "by an error": False,
     "by an error in a function": False,
@@ -207,11 +209,24 @@ WAYS = {
     "killed": False,
     "without a loader": False,
 }
+EARLY = {
+    "by sys.exit(1) in a pass": "in the middle of epoch 0",
+    "by a caught error in a pass": "in the middle of epoch 0",
+    "sampler in a pass": "in the middle of epoch 0",
+    "closed early in a pass": "on purpose",
+    "closed in a pass": "",
+    "a stream in a pass": "",
+}
 SCRIPT = """
 import atexit, gc, os, signal, sys
 import torch
 from torch import nn
-from cannikin import HeteroDataLoader, HeteroDataParallel
+from torch.utils.data import DataLoader, IterableDataset
+from cannikin import HeteroBatchSampler, HeteroDataLoader, HeteroDataParallel
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(torch.randn(60, 3))
 
 def main():
     net = nn.Linear(3, 1)
@@ -219,13 +234,26 @@ def main():
     model = HeteroDataParallel(net, optimizer, run_dir=os.path.join(sys.argv[1], way))
     if way == "without a loader":
         return model
-    loader = HeteroDataLoader(torch.randn(60, 3), model=model, batch_size=6)
-    for number, features in enumerate(loader):
+    if "sampler" in way:
+        data = torch.randn(60, 3)
+        loader = DataLoader(data, batch_sampler=HeteroBatchSampler(data, model=model, batch_size=6))
+    else:
+        loader = HeteroDataLoader(Stream() if "stream" in way else torch.randn(60, 3), model=model, batch_size=6)
+    for number, features in zip(range(len(loader)), loader) if way == "counted" else enumerate(loader):
         optimizer.zero_grad()
         model(features).square().mean().backward()
         optimizer.step()
         if "function" in way and "error" in way and number == 7:
             raise ValueError("on purpose")
+        if "in a pass" in way and number == 7:
+            if "closed" in way:
+                model.engine.close("on purpose" if "early" in way else "")
+            if "error" in way:
+                try:
+                    raise ValueError("on purpose")
+                except ValueError:
+                    return model
+            sys.exit(1)
     if os.fork() == 0:  # a child that ends, without gloo's threads, is not the training that ends
         atexit._run_exitfuncs()
         os._exit(0)
@@ -264,7 +292,7 @@ match way:
 def ended(tmp_path_factory):
     """Run directories of trainings that ended in different ways."""
     folder = tmp_path_factory.mktemp("runs")
-    command = [sys.executable, "-c", SCRIPT, str(folder), *WAYS]
+    command = [sys.executable, "-c", SCRIPT, str(folder), *WAYS, *EARLY]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     return folder
@@ -278,6 +306,14 @@ def test_a_run_says_that_it_ended_unless_it_was_broken_off(ended, way):
     if WAYS[way]:
         assert run.events[-1].step == 10
         assert run.events[-1].elapsed_ms >= run.windows[-1].elapsed_ms
+
+
+@pytest.mark.parametrize("way", EARLY)
+def test_a_run_that_ends_in_the_middle_of_a_pass_says_so_unless_it_was_closed_or_the_data_have_no_length(ended, way):
+    run = read_runlog(ended / way)
+    last = run.events[-1]
+    assert (last.kind, last.step, last.text, last.is_early) == ("end", 8, EARLY[way], bool(EARLY[way]))
+    assert run.ended == (not EARLY[way])
 
 
 def test_a_run_that_never_began_says_nothing(ended):

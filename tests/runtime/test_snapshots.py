@@ -19,6 +19,8 @@ from snapshot_cases import (
     two_models,
 )
 
+from cannikin.runlog import read_runlog
+
 pytestmark = pytest.mark.xdist_group("ranks")
 
 
@@ -81,6 +83,9 @@ def test_all_ranks_save_and_leave_when_one_is_told_to_end(tmp_path, whom, option
     results = run_ranks(told_to_end, 2, str(tmp_path), whom, {"every_steps": None, **options})
     assert [status for status, _, _ in results] == [143, 143]
     (num_steps,) = {steps for _, steps, _ in results}
+    last = read_runlog(tmp_path).events[-1]
+    assert (last.kind, last.step, last.is_early) == ("end", num_steps, True)
+    assert "SIGTERM" in last.text
     assert 5 <= num_steps < 40
     again = run_ranks(run, 2, str(tmp_path), 1 + num_steps // 6, -1, {})
     assert [result["resumed_from"] for result in again] == [num_steps] * 2

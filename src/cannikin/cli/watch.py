@@ -80,12 +80,12 @@ def _tell(followed: FollowedRun) -> None:
     """Print one line now and then."""
     printed_at = -_LINE_S
     while True:
-        ended = followed.state.end is not None
-        if ended or time.monotonic() - printed_at >= _LINE_S:
+        end = followed.state.end
+        if end is not None or time.monotonic() - printed_at >= _LINE_S:
             printed_at = time.monotonic()
-            parts = [status_line(followed.state), "ended" if ended else followed.note]
+            parts = [status_line(followed.state), followed.note if end is None else end.ending]
             click.echo(", ".join(filter(None, parts)))
-        if ended:
+        if end is not None:
             return
         time.sleep(_POLL_S)
         followed.poll()

@@ -105,7 +105,7 @@ def _title(state: LiveState, note: str, width: int) -> Line:
     elapsed = "" if state.elapsed_ms is None else f" · {clock(state.elapsed_ms / 1e3)}"
     right: Line = [(f"step {state.step:,}{elapsed}", "bold")]
     if state.end is not None:
-        right.append((" · ended", "bold green"))
+        right.append((f" · {state.end.ending}", "yellow" if state.end.is_early else "bold green"))
     elif note:
         right.append((f" · {note}", "yellow"))
     right = _fitted(right, min(_size(right), width - 2))

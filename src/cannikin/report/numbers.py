@@ -139,7 +139,7 @@ class RunArrays:
     early: Timeline | None  # a step of the first split
     late: Timeline | None  # a step of the last split
     last_step: int  # the highest that the log mentions since the last header
-    ended: EventRecord | None  # the event that says so, where the run ended as it should
+    ended: EventRecord | None  # the event that says so, where the run ended, as it should or early
     reader: RunLogReader  # which knows what it left out
 
     @property

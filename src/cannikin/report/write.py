@@ -307,7 +307,8 @@ def _damage(run: RunArrays) -> list[str]:
 def _ending(run: RunArrays) -> str:
     if run.ended is not None:
         why = f": {run.ended.text}" if run.ended.text else ""
-        return f"The run ended as it should, at step {run.last_step:,}{why}."
+        how = "early" if run.ended.is_early else "as it should"
+        return f"The run ended {how}, at step {run.last_step:,}{why}."
     cut = ", inside a line," if run.reader.truncated else ""
     return f"The run is still running or was killed: the log ends{cut} at step {run.last_step:,}."
 

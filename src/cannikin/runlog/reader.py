@@ -49,7 +49,7 @@ class RunLog:
 
     `headers` has one entry, and one more for each resume. `num_unknown` lines are of types this version does not know,
     `num_unreadable` ones are damaged; `truncated` says that the log ends inside a line. `ended` says that the run ended
-    as it should: else it was broken off, or goes on.
+    as it should: else it ended early, was broken off, or goes on.
     """
 
     headers: tuple[Header, ...]
@@ -292,9 +292,9 @@ def read_runlog(path: str | os.PathLike[str]) -> RunLog:
 
 
 def _says_end(records: list[Record]) -> bool:
-    """Return whether an event "end" follows the last header."""
+    """Return whether an event "end" that is not early follows the last header."""
     later = itertools.takewhile(lambda record: not isinstance(record, Header), reversed(records))
-    return any(isinstance(record, EventRecord) and record.kind == "end" for record in later)
+    return any(isinstance(record, EventRecord) and record.kind == "end" and not record.is_early for record in later)
 
 
 @contextmanager

@@ -201,7 +201,8 @@ class EventRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", t
         epoch           a pass over the data began              data: epoch, position (samples of it already seen),
                                                                 goal (passes of progress asked for), if known
         eval            the user evaluated the model            data: metrics by name
-        end             the run ended as it should; a run that was killed or raised has no such event
+        end             the run ended; one that was killed or raised   data: early (true) where that was before its
+                        has no such event                              time: SIGTERM, sys.exit() in the middle of a pass
     """
 
     step: int
@@ -209,6 +210,16 @@ class EventRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", t
     text: str = ""
     data: dict[str, bool | int | float | str | None] = {}
     elapsed_ms: Real = None
+
+    @property
+    def is_early(self) -> bool:
+        """Whether a run that this event ends was not over."""
+        return bool(self.data.get("early", False))
+
+    @property
+    def ending(self) -> str:
+        """What to say of a run that this event ends."""
+        return "ended early" if self.is_early else "ended"
 
 
 Record = Header | WindowRecord | PlanRecord | EventRecord

@@ -77,7 +77,10 @@ class HeteroBatchSampler(OverPasses, Sampler[list[int]]):
             for step, indices in self._passes.steps():
                 self._refuse_dealer()
                 self._feed.hand_out(step.entry)
-                self._bookmark.advance(step.position, is_last=self._passes.is_last(step))
+                is_last = self._passes.is_last(step)
+                self._bookmark.advance(step.position, is_last=is_last)
+                if is_last:
+                    self._feed.pass_is_out()
                 yield indices
                 if self._pass is not this_pass:
                     raise InvalidInputError("this pass was ended by a later iter() over the sampler: use that one")

@@ -426,13 +426,18 @@ class Engine:
         numbers = check_metrics(metrics, read=self._recorder.active)
         self._recorder.event(self.loop.queue.num_taken, "eval", numbers)
 
-    def close(self) -> None:
+    def close(self, early: str = "") -> None:
         """Say in the run log that the training is over, and write nothing more.
 
         Without it that is done when the program ends without an exception. A process that leaves by `os._exit`, as
-        those of `multiprocessing` do, never gets there.
+        those of `multiprocessing` do, never gets there. A program that ends in the middle of a pass over its data is
+        said to have ended early: call this after a `break` that was meant. Python tells nobody the status that
+        `sys.exit` was given, so before `sys.exit(1)` between two passes say why.
+
+        Args:
+            early: why the training is over before its time, such as "the loss is not finite"; empty where it is not.
         """
-        self._recorder.end(self.loop.queue.num_taken)
+        self._recorder.end(self.loop.queue.num_taken, early)
 
     @property
     def plan(self) -> Plan | None:

@@ -281,6 +281,7 @@ class HeteroDataLoader(OverPasses):
             feed.settle_statistics()  # a loop that looked ahead has ended it before its last step
             return
         is_over = self._bookmark.is_at_end
+        feed.pass_is_out()
         feed.between_steps(is_over=is_over)
         self._end_pass(is_complete=is_over)
 
@@ -339,6 +340,8 @@ class HeteroDataLoader(OverPasses):
                     break
                 self.is_padding, self.is_last = step.entry.is_padding, self._passes.is_last(step)
                 self._bookmark.advance(step.position, step.shards, is_last=self.is_last)
+                if self.is_last:
+                    feed.pass_is_out()
                 yield batch
                 if self._this_pass is not this_pass:  # finish() has ended it
                     return

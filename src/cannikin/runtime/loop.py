@@ -189,8 +189,8 @@ class Loop:
         self.queue.begin_pass()
         self._pass = {"epoch": epoch, "position": position, "step": self.next_step}
         goal = {} if self.goal is None else {"goal": self.goal}
-        self._recorder.start()
-        self._recorder.event(self.next_step, "epoch", {"epoch": epoch, "position": position, **goal})
+        has_length = self.coordinator.job is not None and self.coordinator.job.pass_steps is not None
+        self._recorder.begin_pass(self.next_step, {"epoch": epoch, "position": position, **goal}, has_length=has_length)
 
     def hand_out(self, entry: BatchEntry, batch: Any = None) -> bool:
         """Queue a batch that is being yielded: its backward is to be weighted and measured.
@@ -253,6 +253,7 @@ class Loop:
 
     def complete_epoch(self) -> None:
         """Make BatchNorm's statistics the same on all ranks, for the evaluation: every batch was handed out."""
+        self.pass_is_out()
         self.queue.complete_pass()
         self.settle_statistics()
 
@@ -265,6 +266,10 @@ class Loop:
     def place(self) -> EpochState | None:
         """Where in the data the oldest batch begins that was handed out and is not trained on yet, if there is one."""
         return self.queue.place
+
+    def pass_is_out(self) -> None:
+        """Take note that the pass has handed out its last batch, or that the loop has said that it wants no more."""
+        self._recorder.end_pass()
 
     def end_epoch(self) -> None:
         """Let what is under way arrive: the iterator ends, and nothing of ours stays outstanding, or starts here."""

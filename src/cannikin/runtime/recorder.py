@@ -71,6 +71,7 @@ class Recorder:
         self._waiting: list[Record] | None = []  # for the start
         self._first_step: int | None = None  # of a run that goes on from a saved state: steps taken before
         self._caps: dict[int, int] = {}  # by rank, of those whose memory did not hold a batch whole
+        self._open_epoch: int | None = None  # whose last batch has not been handed out
         self._num_lost = 0  # steps so far whose gradient was not finite
         self._start_s = time.perf_counter()
         self._process = os.getpid()
@@ -200,13 +201,31 @@ class Recorder:
         if self._observers:
             self._write(EventRecord(step=step, kind=kind, text=text, data=data, elapsed_ms=self._elapsed_ms))
 
-    def end(self, step: int) -> None:
-        """Say that the run ended as it should, and write nothing more. Calling it twice does nothing."""
+    def begin_pass(self, step: int, data: dict[str, Any], *, has_length: bool) -> None:
+        """Write down that a pass over the data begins; where it has a length, a run that ends inside of it ends early.
+
+        A loop over data without end has to be broken off, so nothing follows from that.
+        """
+        self.start()
+        self.event(step, "epoch", data)
+        self._open_epoch = data["epoch"] if has_length else None
+
+    def end_pass(self) -> None:
+        """Take note that the pass has handed out its last batch, or was ended in words."""
+        self._open_epoch = None
+
+    @property
+    def why_early(self) -> str:
+        """Why a run that ended now would have ended early; empty where it would have ended as it should."""
+        return "" if self._open_epoch is None else f"in the middle of epoch {self._open_epoch}"
+
+    def end(self, step: int, early: str = "") -> None:
+        """Say that the run ended as it should, or why it ended early; write nothing more, and nothing twice."""
         if os.getpid() != self._process:
             return  # a fork, such as a worker of a loader, that exits
         self.start()
         if self._waiting is None:
-            self.event(step, "end", {})
+            self.event(step, "end", {"early": True} if early else {}, early)
         self._observers = []
         if self._log is not None:
             self._log.close()
@@ -264,8 +283,10 @@ class LastWords:
         elif isinstance(event, PlanRecord):
             self._plans.append(event)
         elif isinstance(event, EventRecord) and event.kind == "end" and self._uses and self._num_steps >= _TOLD_FROM:
-            words = use(median(self._uses), self._even_speed)
-            _logger.info("the run ended at step %d: its last split, %s, used %s", event.step, split(self._split), words)
+            words, ended = use(median(self._uses), self._even_speed), event.ending
+            _logger.info(
+                "the run %s at step %d: its last split, %s, used %s", ended, event.step, split(self._split), words
+            )
 
     def _take(self, window: WindowRecord) -> None:
         if window.local_batches != self._split:
@@ -293,12 +314,14 @@ def end_run(recorder: Recorder, queue: BatchQueue, memory: MemoryGauge, rank: in
     """Say that a run has ended, when its engine is no longer used or the program comes to its end.
 
     Where an exception that nobody caught has ended the program, Python keeps it in `sys.last_value`: then the run has
-    not ended as it should, and memory that ran out in backward, where no code of ours is around, is explained. An
-    exception that the program caught leaves no trace there: such a run counts as ended.
+    not ended as it should, and memory that ran out in backward, where no code of ours is around, is explained.
+
+    `sys.exit(1)` leaves no trace there, nor does an exception that the program caught: Python keeps neither. What can
+    be known is that a pass over the data was not over; then the run has ended early, whatever broke it off.
     """
     error = getattr(sys, "last_value", None)
     if error is None:
-        recorder.end(queue.num_taken)
+        recorder.end(queue.num_taken, recorder.why_early)
     elif (advice := memory.explain(error, rank)) is not None:
         print(advice, file=sys.stderr)
 

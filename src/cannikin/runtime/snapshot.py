@@ -119,7 +119,7 @@ class Snapshot:
         **objects: Any,
     ) -> None:
         engine = engine_of(model)
-        self._loop, self._exchange = engine.loop, engine.exchange
+        self._engine, self._loop, self._exchange = engine, engine.loop, engine.exchange
         self._folder, self._keep = Path(folder), whole_number("keep", keep, low=2)
         if every_s is not None and not every_s > 0:
             raise InvalidInputError(f"every_s={every_s} must be above 0, or None for none by the clock")
@@ -363,6 +363,7 @@ class Snapshot:
         who = "this rank" if self._ending.asked else "another rank"
         _log.warning("%s was told to end (SIGTERM): rank %d leaves with status %d after a snapshot in %s",
                      who, self._exchange.rank, EXIT_STATUS, self._folder)  # fmt: skip
+        self._engine.close("SIGTERM told it to end, and a snapshot was taken")
         self.close()
         raise SystemExit(EXIT_STATUS)
 
