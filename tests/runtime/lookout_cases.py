@@ -128,6 +128,36 @@ def make_a_model(rank: int, world_size: int, port: int, fault: Callable[[int], n
     return {"said": words.said, "error": error}
 
 
+def take_means(rank: int, world_size: int, port: int, meet: Callable[[Any, torch.Tensor], Any]) -> dict[str, Any]:
+    """Train for a few steps, after each of which all ranks meet, the last one too late; what was said, the error."""
+    words, _ = _meet(rank, world_size, port)
+    net = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    model = HeteroDataParallel(net, optimizer)
+    error = None
+    try:
+        for step, x in enumerate(HeteroDataLoader(torch.ones(60, 4), model=model, batch_size=6)):
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            if step == AT_STEP // 2 and rank == 1:
+                time.sleep(LIMIT_S + 4.0)  # alive, but elsewhere
+                break
+            meet(model, x)
+    except RuntimeError as caught:
+        error = str(caught)
+    dist.destroy_process_group()
+    return {"said": words.said, "error": error}
+
+
+def of_a_number(model: HeteroDataParallel, x: torch.Tensor) -> None:
+    model.weighted_mean(1.0)
+
+
+def of_a_tensor(model: HeteroDataParallel, x: torch.Tensor) -> None:
+    model.global_mean(x)
+
+
 def die_before_the_model(who: int, rank: int) -> nn.Module:
     if rank == who:
         os.kill(os.getpid(), signal.SIGKILL)

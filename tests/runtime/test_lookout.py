@@ -85,6 +85,13 @@ def test_places_are_ordered_as_training_goes():
     assert Place(1, Phase.BACKWARD, 1) < Place(1, Phase.BACKWARD, 2) < Place(1, Phase.OPTIMIZER)
 
 
+def test_who_waits_in_what_all_ranks_do_together_is_further_than_who_has_not_come_to_it():
+    for phase in Phase:
+        here, behind = Place(31, phase, is_meeting=True), Place(31, phase)
+        assert missing(here, {1: Sighting(place=behind)}, 10.0) == {1: f"it is alive and {behind}"}
+    assert str(Place(31, Phase.FORWARD, is_meeting=True)) == "in the forward pass of step 31, where all ranks meet"
+
+
 def test_sentences_name_all_ranks_and_the_limit():
     absent = {1: "it is alive and after step 30", 4: "it is alive and after step 29"}
     assert "waits for ranks 1 and 4" in waiting(0, HERE, 30.0, absent, 1800.0)
@@ -179,6 +186,15 @@ def test_a_rank_that_dies_while_all_make_their_model_is_named(fault):
     for told in survivors(1, fault, lookout_cases.make_a_model):
         assert "has lost rank 1 " in told["error"]
         assert "start again from the last checkpoint" in told["error"]
+
+
+@ranks
+@pytest.mark.parametrize("meet", [lookout_cases.of_a_number, lookout_cases.of_a_tensor])
+def test_a_rank_that_does_not_come_to_a_mean_over_ranks_is_named_before_the_limit_and_in_the_error(meet):
+    told, _ = run_ranks(lookout_cases.take_means, 2, free_port(), meet, timeout_s=50)
+    where = rf"rank 1: it is alive and after step {AT_STEP // 2}, in lookout_cases.py:\d+ \(take_means\)"
+    assert any(re.search(rf"waits for rank 1 \({where}", words) for words in told["said"])
+    assert re.search(rf"has lost rank 1 \({where}", told["error"])
 
 
 @ranks

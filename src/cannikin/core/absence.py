@@ -41,10 +41,11 @@ class Place:
         step: number of the step in training; -1 before the first one.
         phase: where in it.
         num_buckets: buckets of gradients that backward has begun to reduce.
+        is_meeting: whether it is in something that all ranks do together there, such as a mean over them.
 
     Example:
         >>> max(Place(30, Phase.AFTER), Place(31, Phase.BACKWARD, 2), Place(31, Phase.BACKWARD, 1))
-        Place(step=31, phase=<Phase.BACKWARD: 1>, num_buckets=2)
+        Place(step=31, phase=<Phase.BACKWARD: 1>, num_buckets=2, is_meeting=False)
         >>> str(Place(30, Phase.AFTER))
         'after step 30'
     """
@@ -52,9 +53,12 @@ class Place:
     step: int
     phase: Phase
     num_buckets: int = 0
+    is_meeting: bool = False
 
     def __str__(self) -> str:
-        return _WORDS[self.phase].format(self.step) if self.step >= 0 else "before its first step"
+        if self.step < 0:
+            return "before its first step"
+        return _WORDS[self.phase].format(self.step) + (", where all ranks meet" if self.is_meeting else "")
 
 
 BEFORE = Place(-1, Phase.AFTER)

@@ -12,6 +12,8 @@ a loss that is a mean over this rank's own rows, against all ranks' columns, has
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -25,15 +27,17 @@ class Together:
     Args:
         group: the ranks.
         weight: w_i; 0 where this rank's samples are padding, which counts nowhere.
+        meeting: what to do each collective in, so that a rank that does not come is named.
     """
 
-    def __init__(self, group: Any, weight: float) -> None:
-        self.group, self.weight = group, weight
+    def __init__(self, group: Any, weight: float, meeting: Callable[[], AbstractContextManager[None]]) -> None:
+        self.group, self.weight, self.meeting = group, weight, meeting
 
     def sum_gradients(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return sum_i w_i dL_i / w_j; zeros where this rank has no weight."""
         weighted = gradient * self.weight if self.weight else torch.zeros_like(gradient)  # 0 x NaN is NaN
-        dist.all_reduce(weighted, group=self.group)
+        with self.meeting():
+            dist.all_reduce(weighted, group=self.group)
         return weighted / self.weight if self.weight else torch.zeros_like(gradient)
 
 
@@ -44,7 +48,8 @@ class _Sum(torch.autograd.Function):
     def forward(ctx: Any, tensor: torch.Tensor, together: Together) -> torch.Tensor:
         ctx.together = together
         total = tensor.clone()
-        dist.all_reduce(total, group=together.group)
+        with together.meeting():
+            dist.all_reduce(total, group=together.group)
         return total
 
     @staticmethod
@@ -67,7 +72,8 @@ class _Gather(torch.autograd.Function):
         padded = rows.new_zeros((longest, *rows.shape[1:]))
         padded[: len(rows)] = rows
         every = rows.new_empty((len(sizes) * longest, *rows.shape[1:]))
-        _all_gather(every, padded, group=together.group)
+        with together.meeting():
+            _all_gather(every, padded, group=together.group)
         parts = every.view(len(sizes), longest, *rows.shape[1:])
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 

@@ -392,7 +392,8 @@ class Engine:
         total = torch.as_tensor(value, device=self.device.torch_device).detach() * share
         if share == 0:
             total = torch.zeros_like(total)  # not multiplied by 0: 0 x NaN is NaN
-        dist.all_reduce(total, group=self._reducer.group)
+        with self._exchange.meeting():
+            dist.all_reduce(total, group=self._reducer.group)
         return total
 
     def global_mean(self, values: torch.Tensor) -> torch.Tensor:
@@ -419,7 +420,7 @@ class Engine:
         trains = self.is_training and self.loop.step is not None
         share = self.current_share if trains else 1.0
         weight = 1 / self.world_size if self.weighting == "none" and share else share
-        return Together(self._reducer.group, weight)
+        return Together(self._reducer.group, weight, self._exchange.meeting)
 
     def log(self, /, **metrics: Any) -> None:
         """See `HeteroDataParallel.log`."""

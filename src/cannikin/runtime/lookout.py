@@ -65,10 +65,10 @@ def place_of(loop: Loop, *, is_meeting: bool) -> Place:
     if step.optimizer_end is not None:
         return Place(number, Phase.MEETING if is_meeting else Phase.AFTER)
     if step.optimizer_start is not None:
-        return Place(number, Phase.OPTIMIZER)
+        return Place(number, Phase.OPTIMIZER, is_meeting=is_meeting)
     if step.backward_began:
-        return Place(number, Phase.BACKWARD, sum(mark is not None for mark in step.ready))
-    return Place(number, Phase.FORWARD)
+        return Place(number, Phase.BACKWARD, sum(mark is not None for mark in step.ready), is_meeting)
+    return Place(number, Phase.FORWARD, is_meeting=is_meeting)
 
 
 class Lookout:
@@ -81,7 +81,7 @@ class Lookout:
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, limit: timedelta) -> None:
-        self.is_meeting = False  # this rank waits in what ranks exchange between steps
+        self.is_meeting = False  # this rank waits in what ranks exchange beside their gradients
         self._rank, self._world_size = rank, world_size
         self._limit_s = limit.total_seconds()
         self._patience_s = patience_s()
@@ -208,7 +208,8 @@ class Lookout:
         self._num_beats += 1
         line = _line(self._thread_id) if time.monotonic() - self._moved_s > self._patience_s / 4 else ""
         place = self._place
-        words = [self._num_beats, place.step, place.phase, place.num_buckets, end, line, self._lost]
+        where = [place.step, place.phase, place.num_buckets, place.is_meeting]
+        words = [self._num_beats, *where, end, line, self._lost]
         self._store.set(self._key(self._rank), json.dumps(words))
 
     def _key(self, rank: int) -> str:
@@ -236,8 +237,8 @@ class Lookout:
             if not words:
                 found[rank] = Sighting(place=NOT_COME, silent_s=now_s - changed_s)
                 continue
-            _, step, phase, num_buckets, end, line, others = json.loads(words)
-            place = Place(step, Phase(phase), num_buckets)
+            _, step, phase, num_buckets, is_meeting, end, line, others = json.loads(words)
+            place = Place(step, Phase(phase), num_buckets, is_meeting)
             silent_s = 0.0 if began_s is not None else now_s - changed_s
             found[rank] = Sighting(place=place, line=line, end=end, silent_s=silent_s, lost=tuple(others))
         if began_s is not None and now_s - began_s > 2 * self._beat_s and self._rank != 0:

@@ -392,10 +392,16 @@ class Exchange:
 
     def _finish(self, work: Any, limit: timedelta | None = None) -> None:
         """Wait for a collective, within `limit`, or else the group's own; an error names the rank that is missing."""
+        with self.meeting():
+            work.wait() if limit is None else work.wait(limit)
+
+    @contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Let the others see that this rank waits for all in this block, and its error name the one that is missing."""
         self.lookout.is_meeting = True
         try:
             with self._naming_missing():
-                work.wait() if limit is None else work.wait(limit)
+                yield
         finally:
             self.lookout.is_meeting = False
 
