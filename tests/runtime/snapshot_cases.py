@@ -202,6 +202,52 @@ def stuck(rank: int, world_size: int, folder: str) -> Any:
     time.sleep(50)
 
 
+def save_after(rank: int, world_size: int, folder: str) -> Any:
+    """Ask for snapshots inside of a step, after its update and after a pass; the last one's step after each wait."""
+    training = Recording(folder, every_steps=None)
+    snapshot, steps = training.snapshot, []
+
+    def wait() -> None:
+        snapshot.wait()
+        steps.append(None if snapshot.last is None else int(snapshot.last["step"]))
+
+    for number, (_, x) in enumerate(training.loader):
+        loss = training.model(x).square().mean()
+        if number == 1:
+            snapshot.save()
+            wait()  # before the update there is nothing to be saved
+        loss.backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        if number == 3:
+            snapshot.save()
+            wait()
+    wait()
+    snapshot.save()
+    wait()
+    with contextlib.suppress(StoppedError):
+        for _, x in training.loader:
+            snapshot.save()
+            training.model(x).square().mean().backward()
+            training.optimizer.step()
+            raise StoppedError
+    snapshot.close()
+    return steps, int(snapshot.last["step"]) if snapshot.last else None
+
+
+def evaluate_for_long(rank: int, world_size: int, folder: str) -> Any:
+    """Save after the epoch; SIGTERM comes in an evaluation, for which the weights are others."""
+    ending._PATIENCE_S = 0.5
+    training = Recording(folder, every_steps=None)
+    training.train(1)
+    training.snapshot.save()
+    with torch.no_grad():
+        for parameter in training.net.parameters():
+            parameter.fill_(-1.0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(50)
+
+
 def bad_disk(rank: int, world_size: int, folder: str, is_full: bool) -> Any:
     """Train on a disk that is full, or slow, and say which steps were saved and what was warned of."""
 

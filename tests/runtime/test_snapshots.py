@@ -9,10 +9,12 @@ from snapshot_cases import (
     NUM_SAMPLES,
     accumulate,
     bad_disk,
+    evaluate_for_long,
     names,
     own_folders,
     refuse,
     run,
+    save_after,
     seed_unlike,
     stuck,
     told_to_end,
@@ -127,6 +129,20 @@ def test_a_second_model_is_saved_with_its_optimizer_and_an_object_named_later_be
 
 def test_a_rank_that_comes_to_no_step_leaves_at_sigterm_all_the_same(tmp_path):
     assert run_ranks_with_errors(stuck, 1, str(tmp_path)) == {0: ("died", "exit code 143")}
+
+
+def test_a_snapshot_that_is_asked_for_is_on_the_disk_once_it_was_waited_for(tmp_path):
+    (steps, last), others = run_ranks(save_after, 2, str(tmp_path))
+    assert steps == [None, 4, 4, 6], "inside of step 1, after the updates of step 3 and of the last, after the pass"
+    assert last == 7, "the last one was asked for in a step that close() followed"
+    assert others == ([None] * 4, None)
+
+
+def test_what_was_saved_before_a_long_evaluation_is_what_sigterm_in_it_leaves(tmp_path):
+    assert run_ranks_with_errors(evaluate_for_long, 1, str(tmp_path)) == {0: ("died", "exit code 143")}
+    (result,) = run_ranks(run, 1, str(tmp_path), 1, -1, {})
+    assert result["resumed_from"] == 6
+    assert not (result["weights"] == -1.0).any()
 
 
 def test_a_slow_disk_gets_fewer_snapshots_and_a_full_one_costs_only_these(tmp_path):

@@ -81,7 +81,11 @@ class Ending:
         while (left_s := self._moved_s + self._patience_s - time.monotonic()) > 0:
             time.sleep(min(left_s, 0.5))
         if self.can_hear:
-            _log.warning("SIGTERM, and no step has ended for %.0f s: leaving without a new snapshot", self._patience_s)
+            _log.warning(
+                "SIGTERM, and no step has ended for %.0f s: leaving without a new snapshot; call snapshot.save() "
+                "before what takes long between two passes, such as an evaluation",
+                self._patience_s,
+            )
             with suppress(Exception):
                 self._before_leaving()
             os._exit(EXIT_STATUS)

@@ -242,6 +242,16 @@ class Loop:
         is_known = self.queue.place is not None and self.step is not None and self.step.backward_began
         return not self._pile.has_gradients and (is_known or not self.queue)
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether this moment, which may be inside of the loop's body, is between two steps and at rest."""
+        return self.step is not None and self.step.backward_began and self.is_at_rest
+
+    @property
+    def is_between_passes(self) -> bool:
+        """Whether the last pass is over or was broken off, and no batch of another has been handed out."""
+        return self._pass_over
+
     def give_up(self) -> None:
         """Tell the ranks that wait for this one's part of the next step that there will be none: it could not read."""
         self._exchange.give_up()

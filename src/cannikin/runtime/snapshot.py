@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import os
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -140,7 +141,7 @@ class Snapshot:
         self.last: dict[str, float] | None = None
         take_apart(self._run.state_dict())  # refuses what cannot be saved now, not in an hour
         self._load_newest()
-        self._ending = Ending(self.wait)
+        self._ending = Ending(self._wait_for_disk)
         self._must_end = False
         self._look: PendingSum | None = None
         self._gap, self._until_look, self._looked_s = 1, 0, time.monotonic()
@@ -306,8 +307,14 @@ class Snapshot:
         return True
 
     def save(self) -> None:
-        """Have a snapshot taken at the end of this step, whatever the clock says; any rank may ask, rank 0 counts."""
+        """Have a snapshot taken, whatever the clock says; any rank may ask, rank 0 counts.
+
+        Inside of the loop it is taken at the end of this step, and after a pass at once: call it when all that belongs
+        to the epoch, such as `scheduler.step()`, is done.
+        """
         self._wanted = True
+        if self._loop.is_between_passes:
+            self._take_wanted()
 
     # Saving, on rank 0.
 
@@ -346,8 +353,21 @@ class Snapshot:
         write_s = time.perf_counter() - start_s
         self.last = {"step": name.step, "stalled_s": stalled_s, "write_s": write_s, "num_bytes": num_bytes}
 
+    def _take_wanted(self) -> None:
+        """Take the snapshot that `save` asked for, where no step is half done."""
+        if self._wanted and self._exchange.rank == 0 and self._loop.has_stepped:
+            self._wait_for_disk()
+            self._take()
+
     def wait(self) -> None:
-        """Wait until the snapshot that is being written, if any, is on the disk."""
+        """Wait until the snapshot that `save` has asked for, or that is being written, is on the disk.
+
+        One that was asked for before the optimizer's step is not waited for: it is taken at the end of this step.
+        """
+        self._take_wanted()
+        self._wait_for_disk()
+
+    def _wait_for_disk(self) -> None:
         if self._writing is not None:
             self._writing.result()
 
@@ -355,9 +375,9 @@ class Snapshot:
         """Take a last snapshot and end, on every rank."""
         self._ending.allow(float("inf"))
         if self._exchange.rank == 0:
-            self.wait()
+            self._wait_for_disk()
             self._take()
-            self.wait()
+            self._wait_for_disk()
         with suppress(RuntimeError):  # the others wait for rank 0: launchers end all ranks once one has ended
             self._exchange.start_sum(0.0).work.wait(_LAST_WORD)
         who = "this rank" if self._ending.asked else "another rank"
@@ -368,9 +388,11 @@ class Snapshot:
         raise SystemExit(EXIT_STATUS)
 
     def close(self) -> None:
-        """Wait for the snapshot that is being written, and take no more; signals are what they were before."""
+        """Wait for the snapshot that was asked for or is being written, and take no more; signals are as before."""
         if self._loop.watcher is not self:
             return
+        if sys.exc_info()[0] is None:  # else a batch may be neither in the weights nor in the loader's state
+            self._take_wanted()
         self._loop.watcher = None
         for hook in self._hooks:
             hook.remove()
