@@ -52,6 +52,27 @@ def test_a_keyword_of_the_model_that_nobody_takes_is_named_with_advice(name, adv
     assert str(caught.value) == f"HeteroDataParallel takes no {name}=: {advice}"
 
 
+def parts_under_batch_norm(rank: int, world_size: int) -> dict[tuple[int, int], list[int]]:
+    """The sizes of the parts, by the size of a batch and the number of parts that was asked for."""
+    found = {}
+    for size in (1, 3, 4, 7):
+        net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+        model = cannikin.HeteroDataParallel(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        loader = cannikin.HeteroDataLoader(torch.ones(size, 3), model=model, batch_size=size, local_bounds=(1, None))
+        (batch,) = loader
+        for num_parts in (2, 3, 50):
+            found[size, num_parts] = [len(part) for part in model.micro_batches(batch, num_parts)]
+    return found
+
+
+def test_no_part_of_a_batch_is_a_single_sample_where_batch_norm_is_to_normalise_it():
+    (found,) = run_ranks(parts_under_batch_norm, 1)
+    for (size, num_parts), sizes in found.items():
+        assert sum(sizes) == size
+        assert min(sizes) >= min(2, size)
+        assert len(sizes) == max(1, min(num_parts, size // 2))
+
+
 def misspelt(rank: int, world_size: int) -> str:
     """What a loader says of `max_batch=`."""
     net = TinyNet(0.0)

@@ -166,6 +166,7 @@ def test_the_total_batch_never_outgrows_the_epoch():
         ({"batch_size": 32, "local_bounds": (20, 10)}, "need 1 <= min_local <= max_local"),
         ({"batch_size": 32, "local_bounds": [(1, 32), (1, 32)]}, "one such pair for each of the 3 ranks"),
         ({"batch_size": 32, "local_bounds": (1, 2, 3)}, "one such pair for each of the 3 ranks"),
+        ({"batch_size": 32, "local_bounds": 16}, r"local_bounds=16 must be \(low, high\), or one such pair for each"),
         ({"batch_size": 32, "local_bounds": (0, 32)}, "low of local_bounds=0"),
         ({"batch_size": 32, "local_batches": 16}, "local_batches=16 must be a list"),
         ({"batch_size": 32, "local_batches": [16, 16]}, "has 2 sizes for 3 ranks"),

@@ -225,7 +225,8 @@ def _pinned(local_batches: Sequence[int], num_ranks: int, batch_size: int) -> tu
 
 
 def _bounds(bounds: Bounds | None, num_ranks: int, default_low: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    pairs: list[Any] = [(None, None)] if bounds is None else list(bounds)
+    given: Any = [(None, None)] if bounds is None else bounds
+    pairs: list[Any] = list(given) if isinstance(given, Iterable) else [given]
     if len(pairs) == 2 and not any(isinstance(pair, Sequence) for pair in pairs):
         pairs = [tuple(pairs)]
     pairs = pairs * num_ranks if len(pairs) == 1 else pairs

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import torch
 
-from cannikin.core.cutting import EpochState
+from cannikin.core.cutting import EpochState, least_local
 from cannikin.core.lr import Worth
 from cannikin.core.values import NO_MAX, Plan
 from cannikin.errors import BatchMatchError, InvalidInputError
@@ -43,6 +43,7 @@ from cannikin.runtime.update import Pile, Rates, Update
 from cannikin.runtime.waiting import BatchQueue, check_size
 from cannikin.runtime.weighting import (
     RunningStatistics,
+    has_batch_norm,
     is_inward,
     joins,
     refuse_inner_slopes,
@@ -112,6 +113,7 @@ class Loop:
         self._item_count: Callable[[Any], float] | None = None
         self._part: Part | None = None  # the micro-batch in hand
         self._own: set[int] = set()  # the module's parameters
+        self._least_part = 1  # samples of a batch that is cut into parts
         self._batch_dim, self._slicer = batch_dim, Slicer(batch_dim)
         self._has_marked_inputs = False  # whether the last forward's inputs were marked
         self._cuts_batches = False  # the script uses micro_batches()
@@ -135,6 +137,7 @@ class Loop:
         module.register_forward_pre_hook(not_compiled(self._before_forward), with_kwargs=True, prepend=is_first)
         module.register_forward_hook(not_compiled(self._after_forward))
         self._own = {id(parameter) for parameter in module.parameters()}
+        self._least_part = least_local(has_batch_norm(module))
         for rates in self._update.rates:
             self._watch_optimizer(rates.optimizer)
 
@@ -301,7 +304,8 @@ class Loop:
             certain = entry.checked and not entry.is_padding
             size = self._slicer.num_samples(batch, entry.local_batch, certain=certain)
         num_parts = -(-size // max(1, min(self.memory.max_batch, size))) if num_parts is None else num_parts
-        bounds = torch.linspace(0, size, max(1, min(num_parts, size)) + 1).round().long().tolist()
+        num_parts = max(1, min(num_parts, size // self._least_part))
+        bounds = torch.linspace(0, size, num_parts + 1).round().long().tolist()
         cuts = [(start, end, (end - start) / size) for start, end in itertools.pairwise(bounds)]
         if self._reducer.runs_together:  # all take as many parts as the one with most, some perhaps of weight 0
             num_parts = max(self._exchange.gather_count(len(cuts)))

@@ -213,7 +213,8 @@ class HeteroDataParallel(DistributedDataParallel):
         Args:
             batch: tensors with as many samples in dimension 0 (`batch_dim`) as the batch in hand, and lists with one
                 item per sample, in tuples, lists, dicts and dataclasses; what cannot be cut is refused.
-            num_parts: how many; where left out, as many as this rank's memory asks for, as far as is known.
+            num_parts: how many; where left out, as many as this rank's memory asks for, as far as is known. There are
+                fewer where a part would have no sample, or a single one, which BatchNorm cannot normalise.
         """
         return self.engine.micro_batches(batch, num_parts)
 
