@@ -49,6 +49,7 @@ class Recording:
         workers: int = 0,
         policy: str = "even",
         run_dir: str | None = None,
+        optimizer: str = "AdamW",
         **options: Any,
     ) -> None:
         torch.manual_seed(seed)
@@ -57,7 +58,8 @@ class Recording:
         self.net = torch.nn.Sequential(
             torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1)
         )
-        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01)
+        make = getattr(torch.optim, optimizer)
+        self.optimizer = make(self.net.parameters(), lr=0.01)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
         self.model = cannikin.HeteroDataParallel(self.net, self.optimizer, policy=policy, run_dir=run_dir)
         # The rank was started by a server of multiprocessing's already: another would have to import torch first.
@@ -192,6 +194,26 @@ def two_models(rank: int, world_size: int, folder: str, is_second: bool) -> Any:
         training.optimizer.step()
     snapshot.close()
     return sorted(snapshot.names), critic.weight.item(), [str(warning.message) for warning in caught]
+
+
+def other_optimizer_beside(rank: int, world_size: int, folder: str, optimizer: str) -> Any:
+    """Name a second optimizer beside the model's own, train one epoch, and say what was refused."""
+    training = Recording(folder + "-unused")
+    training.snapshot.close()
+    critic = torch.nn.Linear(1, 1)
+    steps = getattr(torch.optim, optimizer)(
+        critic.parameters(), lr=0.1, **({"momentum": 0.9} if optimizer == "SGD" else {})
+    )
+    critic(torch.ones(1)).backward()
+    steps.step()
+    try:
+        snapshot = cannikin.Snapshot(folder, training.model, every_s=None, critic=steps)
+    except cannikin.errors.StateError as error:
+        return str(error)
+    training.train(1)
+    snapshot.save()
+    snapshot.close()
+    return None
 
 
 def stuck(rank: int, world_size: int, folder: str) -> Any:

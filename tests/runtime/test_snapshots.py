@@ -11,6 +11,7 @@ from snapshot_cases import (
     bad_disk,
     evaluate_for_long,
     names,
+    other_optimizer_beside,
     own_folders,
     refuse,
     run,
@@ -78,6 +79,22 @@ def test_a_damaged_or_foreign_snapshot_is_named_and_the_one_before_is_used(tmp_p
     assert result["resumed_from"] is None
     assert seen_by([result]) == every_sample_of(1)
     assert "training begins afresh" in result["warned"][-1]
+
+
+def test_a_snapshot_of_another_optimizer_is_foreign(tmp_path):
+    run_ranks(run, 1, str(tmp_path), 1, -1, {"optimizer": "SGD"})
+    before = names(tmp_path)
+    (result,) = run_ranks(run, 1, str(tmp_path), 1, -1, {"optimizer": "AdamW"})
+    assert result["resumed_from"] is None
+    assert "another model or optimizer" in result["warned"][0]
+    assert set(before) < set(names(tmp_path)), "they are not ours to remove"
+
+
+def test_an_object_whose_state_is_of_another_kind_is_named(tmp_path):
+    folder = str(tmp_path / "run")
+    assert run_ranks(other_optimizer_beside, 1, folder, "SGD") == [None]
+    (told,) = run_ranks(other_optimizer_beside, 1, folder, "AdamW")
+    assert "its 'critic' cannot be loaded into this AdamW (KeyError: 'step'): it is of another kind" in told
 
 
 @pytest.mark.parametrize(("whom", "options"), [(0, {}), (1, {"workers": 1})])

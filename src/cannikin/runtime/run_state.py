@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from cannikin._version import __version__
-from cannikin.errors import InvalidInputError
+from cannikin.errors import InvalidInputError, StateError
 from cannikin.runtime.engine import Engine
 from cannikin.runtime.randomness import digest, get_randomness, set_randomness
 
@@ -51,7 +51,7 @@ class RunState:
         saved = state["objects"]
         for label, part in self.parts.items():
             if label in saved:
-                part.load_state_dict(take(saved[label]))
+                _load_part(part, take(saved[label]), f"{origin}: its {label!r}")
             else:
                 self.warn(f"{origin} has no {label!r}: it begins afresh")
         unused = sorted(saved.keys() - self.parts.keys())
@@ -72,6 +72,19 @@ class RunState:
         """Warn on rank 0 only."""
         if self._engine.rank == 0:
             warnings.warn(text, RuntimeWarning, stacklevel=6)
+
+
+def _load_part(part: Any, state: Any, origin: str) -> None:
+    """Load one object's state; name it where it is of another kind, of which torch says no more than a key."""
+    try:
+        part.load_state_dict(state)
+    except StateError:
+        raise
+    except (KeyError, ValueError, RuntimeError, TypeError) as error:
+        raise StateError(
+            f"{origin} cannot be loaded into this {type(part).__name__} ({type(error).__name__}: {error}): it is of "
+            "another kind, or of one with other parameters; build what was saved, or give another folder"
+        ) from error
 
 
 def _by_name(engine: Engine, objects: Mapping[str, Any]) -> dict[str, Any]:

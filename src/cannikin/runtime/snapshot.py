@@ -14,7 +14,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -88,8 +88,8 @@ class Snapshot:
     is rank 0's: what a named object has on other ranks alone is not kept.
 
     The folder should be on storage that every host sees that may come to have rank 0. Whichever rank sees the newest
-    snapshot sends it to the others, so it is enough that one does. A file that is damaged, or of another model, is
-    named in a warning, and the one before is loaded.
+    snapshot sends it to the others, so it is enough that one does. A file that is damaged, or of another model
+    or optimizer, is named in a warning, and the one before is loaded.
 
     Snapshots are taken where no batch is half used: not while gradients pile up, and with a `HeteroBatchSampler` under
     workers, or in a loop that looks ahead over one, only between epochs.
@@ -132,7 +132,7 @@ class Snapshot:
             raise InvalidInputError("this model has a Snapshot already: name all that is to be saved in one")
         self._run = RunState(engine, objects)
         self._objects = self._run.parts
-        self._identity = _identity(self._objects["model"])
+        self._identity = _identity(self._objects["model"], engine.parts()["optimizer"])
         self._host = HostRow()
         self._writer = ThreadPoolExecutor(1, "cannikin-snapshot")
         self._writing: Future[None] | None = None
@@ -192,7 +192,7 @@ class Snapshot:
             name, owner = found
             try:
                 if name.identity != self._identity:
-                    raise StateError("it is of another model, or of other names or shapes of parameters")
+                    raise StateError("it is of another model or optimizer, or of other names or shapes of parameters")
                 opened = open_snapshot(self._receive(name, owner))
             except StateError as error:
                 refused.add(name)
@@ -406,6 +406,8 @@ class Snapshot:
         self.close()
 
 
-def _identity(module: torch.nn.Module) -> str:
-    """Return what tells the files of one model from those of another, as 16 hexadecimal digits."""
-    return hashlib.blake2b(model_key(module, scaled=False).encode(), digest_size=8).hexdigest()
+def _identity(module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> str:
+    """Return what tells the files of one model and its optimizers from those of others, as 16 hexadecimal digits."""
+    kinds = [[type(each).__name__, *(len(group["params"]) for group in each.param_groups)] for each in optimizers]
+    text = json.dumps([model_key(module, scaled=False), kinds])
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
