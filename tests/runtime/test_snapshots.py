@@ -23,6 +23,7 @@ from snapshot_cases import (
 )
 
 from cannikin.runlog import read_runlog
+from cannikin.runtime.snapshot import _restarts_fail
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -170,6 +171,22 @@ def test_a_slow_disk_gets_fewer_snapshots_and_a_full_one_costs_only_these(tmp_pa
     assert (num_steps, saved) == (12, [])
     assert all("could not be written" in text and "No space left" in text for text in warned)
     assert warned
+
+
+@pytest.mark.parametrize(
+    ("restarts", "shares", "version", "fail"),
+    [
+        ("3", "True", "2.13.0+cpu", True),
+        ("3", "True", "2.14.0a0", True),
+        ("0", "True", "2.13.0", False),
+        ("3", "False", "2.13.0", False),
+        ("3", "True", "2.9.1", False),
+    ],
+)
+def test_restarts_that_would_fail_are_known_by_what_torchrun_tells_its_ranks(restarts, shares, version, fail):
+    told = {"TORCHELASTIC_MAX_RESTARTS": restarts, "TORCHELASTIC_USE_AGENT_STORE": shares}
+    assert _restarts_fail(told, version) == fail
+    assert not _restarts_fail({}, version)
 
 
 def test_a_folder_that_rank_0_cannot_write_is_an_error_on_every_rank(tmp_path):

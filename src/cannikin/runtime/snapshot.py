@@ -14,7 +14,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -66,6 +66,14 @@ def next_gap(gap: int, elapsed_ms: float) -> int:
 def is_due(every: float | None, since: float) -> bool:
     """Return whether as many seconds, or steps, have passed as should lie between two snapshots."""
     return every is not None and since >= every
+
+
+def _restarts_fail(environment: Mapping[str, str], torch_version: str) -> bool:
+    """Return whether torchrun is to start ranks again and they would not find each other: tried with torch 2.13."""
+    restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    shares = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # always without --rdzv-backend
+    version = tuple(int(part) for part in torch_version.split(".")[:2])
+    return shares and restarts.isdigit() and int(restarts) > 0 and version >= (2, 13)
 
 
 class Snapshot:
@@ -166,6 +174,14 @@ class Snapshot:
             warnings.warn(
                 "snapshots are taken between epochs only: a HeteroBatchSampler under workers does not know which of "
                 "the batches it has cut are trained on; use HeteroDataLoader, which does",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        if _restarts_fail(os.environ, torch.__version__):
+            warnings.warn(
+                "torchrun --max-restarts: with torch 2.13 ranks that were started again do not find each other while "
+                "they share the launcher's store (pytorch#135712); use --standalone or --rdzv-backend=c10d, with "
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment (docs/hosts.md)",
                 RuntimeWarning,
                 stacklevel=3,
             )
