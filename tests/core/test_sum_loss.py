@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cannikin.core.sum_loss import SumLoss
+from cannikin.core.gone_wrong import SumLoss
 from cannikin.core.values import StepWindow
 
 

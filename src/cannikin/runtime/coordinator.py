@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 
-from cannikin.core.divergence import Divergence
+from cannikin.core.gone_wrong import Divergence, SumLoss
 from cannikin.core.lr import Progress, Worth
 from cannikin.core.planner import Decision, Planner
 from cannikin.core.schedule import ANNOUNCE, GATHER, IN_FORCE, INSTALL, LEARN, Schedule, takes_norms
-from cannikin.core.sum_loss import SumLoss
 from cannikin.core.values import NO_MAX, Job, Plan
 from cannikin.runtime.device import Device, HostCopy
 from cannikin.runtime.step import StepInProgress
