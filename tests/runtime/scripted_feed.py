@@ -76,5 +76,8 @@ class ScriptedFeed:
     def agrees(self, number: int) -> bool:
         return self.alike
 
+    def pass_is_out(self) -> None:
+        pass
+
     def end_epoch(self) -> None:
         self.epochs_ended += 1
