@@ -103,6 +103,21 @@ def test_where_the_total_may_grow_more_ranks_get_a_larger_one(learned):
     assert more.outlook().efficiency < growing.outlook().efficiency <= 1.0
 
 
+def test_it_looks_at_totals_as_far_as_the_planner_would_go_next(learned):
+    noise = Noise(signal_sqnorm=1.0, noise_trace=100.0 * TOTAL, limits=(3.0 * TOTAL, 1e9), num_steps=50)
+    far = replace(learned, max_batch_size=40 * TOTAL, noise=noise)
+    assert far.outlook().total_batch == 5 * TOTAL  # by a factor of 2 + phi/B, phi at its lower limit
+    assert far.outlook().extrapolated
+
+
+def test_where_batches_pile_up_a_sample_is_worth_what_it_is_in_all_of_them(learned):
+    noise = Noise(signal_sqnorm=1.0, noise_trace=40.0 * TOTAL, num_batches=4, num_steps=50)
+    growing = replace(learned, max_batch_size=4 * TOTAL, noise=noise)
+    total = growing.outlook().total_batch
+    assert total > TOTAL
+    assert growing.outlook().efficiency == pytest.approx(44 * TOTAL / (40 * TOTAL + 4 * total))
+
+
 @pytest.mark.parametrize("noise", [None, Noise(signal_sqnorm=float("nan"), noise_trace=float("nan"))])
 def test_without_a_noise_scale_the_total_stays(learned, noise):
     assert replace(learned, max_batch_size=4 * TOTAL, noise=noise).outlook().total_batch == TOTAL

@@ -158,6 +158,12 @@ def test_goodput_is_throughput_times_efficiency():
     assert state.speed.goodput == pytest.approx(3200 * 128 / 224)
 
 
+def test_where_batches_pile_up_a_sample_is_worth_what_it_is_in_all_of_them():
+    noise = NoiseRecord(signal_sqnorm=1.0, noise_trace=96.0, noise_scale=96.0, num_batches=4)
+    state = after(HEADER, window(0, (96, 32), noise=noise))
+    assert state.speed.efficiency == pytest.approx((96 + 4 * 32) / (96 + 4 * 128))
+
+
 @pytest.mark.parametrize("noise", [None, NoiseRecord(), NoiseRecord(signal_sqnorm=1.0)])
 def test_without_the_noise_there_is_no_goodput(noise):
     assert after(HEADER, window(0, noise=noise)).speed.goodput is None

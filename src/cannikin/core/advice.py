@@ -5,8 +5,8 @@ taken away from it and devices added, and `outlook` says what the job would then
 
     goodput = max over B of  B / T(B) * efficiency(B),    T(B) = OptPerf of B on these ranks
 
-B is the job's own total batch, or any from its initial batch up to twice the present total, as far as the planner would
-go next, where the job lets it grow and the gradient noise is known.
+B is the job's own total batch, or any from its initial batch up to as far as the planner would go next, where the job
+lets it grow and the gradient noise is known.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from cannikin.core.fit import CurveFit, join_fits
-from cannikin.core.goodput import total_grid
+from cannikin.core.goodput import growth_limit, total_grid
 from cannikin.core.layers import Layers
-from cannikin.core.learner import Learner, ModelFit
+from cannikin.core.learner import TRUST, TRUST_DOWN, Learner, ModelFit
 from cannikin.core.perf import Cluster, Curve, rescaled_tails, step_time
 from cannikin.core.planner import Noise
 from cannikin.core.profiles import load_profiles, profile_caps
@@ -30,8 +30,6 @@ from cannikin.core.values import NO_MAX, FloatArray, Job
 from cannikin.errors import InvalidInputError
 
 _ROUNDS = 3  # solutions, each with the curves near the batches of the one before
-_REACH_DOWN, _REACH = 8.0, 2.0  # times are trusted down to the smallest measured batch / 8, and up to twice the largest
-_GROWTH = 2.0  # the total batch is looked at up to this times the present one
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,7 +77,7 @@ class LearnedRank:
     def reaches(self, local_batch: int) -> bool:
         """Return whether a local batch is so near to what was measured that the planner would go there at once."""
         smallest, largest = self.measured_batches
-        return smallest / _REACH_DOWN <= local_batch <= largest * _REACH
+        return smallest / TRUST_DOWN <= local_batch <= largest * TRUST
 
     def as_dict(self, local_batch: int) -> dict[str, Any]:
         """Return this rank in plain types, times in milliseconds, its curves as they are near this local batch."""
@@ -288,9 +286,10 @@ class LearnedCluster:
     def _totals(self, high: int) -> list[int]:
         """Return the total batches to choose from, increasing."""
         now, noise = self.total_batch, self.noise
-        largest = min(self.max_batch_size or self.batch_size, int(_GROWTH * now), high)
+        largest = min(self.max_batch_size or self.batch_size, high)
         if largest <= self.batch_size or noise is None or math.isnan(noise.noise_scale):
             return [now]
+        largest = max(self.batch_size, min(largest, int(growth_limit(noise.limits[0], noise.num_batches * now) * now)))
         return [int(total) for total in total_grid(self.batch_size, largest)]
 
     def _efficiencies(self, totals: list[int]) -> FloatArray:

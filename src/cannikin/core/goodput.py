@@ -16,6 +16,8 @@ import numpy.typing as npt
 from cannikin.core.values import FloatArray, IntArray
 from cannikin.errors import InvalidInputError
 
+_GROWTH, _LEAP = 2.0, 8.0  # a total batch grows at once by this at least, and at most
+
 
 @dataclass(frozen=True, kw_only=True)
 class TotalChoice:
@@ -55,6 +57,23 @@ def efficiency(
         return np.ones_like(batches)
     shares: FloatArray = (noise + initial_batch * signal) / (noise + batches * signal)
     return shares
+
+
+def growth_limit(least_noise_scale: float, total_batch: float) -> float:
+    """Return by how much a total batch may grow at once, at least 2 and at most 8.
+
+    g times the samples take at most g times as long, so at worst goodput falls with efficiency, by
+    (phi + B)/(phi + g B). Where there is no noise doubling loses a half at worst; g = 2 + phi/B loses no more.
+
+    Args:
+        least_noise_scale: phi at the lower limit of what is known of it, samples.
+        total_batch: B, samples of one step of the optimizer.
+
+    Example:
+        >>> growth_limit(0.0, 64), growth_limit(128.0, 64), growth_limit(1e6, 64)
+        (2.0, 4.0, 8.0)
+    """
+    return min(_LEAP, _GROWTH + least_noise_scale / total_batch)
 
 
 def total_grid(lowest: int, highest: int, num: int = 50) -> IntArray:

@@ -36,6 +36,9 @@ from cannikin.core.saved import LONG_S, number, table, whole
 from cannikin.core.values import BoolArray, FloatArray, IntArray, StepWindow
 from cannikin.errors import StateError
 
+# Times are extrapolated only so far from what was measured:
+TRUST = 2.0  # a rank gets at most this times the largest batch it was measured at,
+TRUST_DOWN = 8.0  # and at least the smallest one divided by this.
 # A process's first steps are slow, since libraries are loaded and memory is found: on an H200 the first five take up to
 # 2.5 times as long, the next five 1.3 times. They say how ranks compare until others do, and then next to nothing.
 _YOUNG_STEPS, _YOUNG_WEIGHTS = (5, 10), (0.002, 0.06, 1.0)

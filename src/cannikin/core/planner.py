@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import numpy.typing as npt
 
 from cannikin.core.goodput import TotalChoice, efficiency
@@ -26,6 +27,8 @@ class Noise:
         limits: 90% limits of the noise scale in samples; an infinite upper limit means "at least the lower".
         flags: reasons for care, as `NoiseTracker` lists them.
         num_steps: steps that this was estimated from.
+        num_batches: K, batches that pile up for one step of the optimizer: the gradients that this is of are means of
+            K B samples.
     """
 
     signal_sqnorm: float
@@ -33,6 +36,7 @@ class Noise:
     limits: tuple[float, float] = (0.0, math.inf)
     flags: tuple[str, ...] = ()
     num_steps: int = 0
+    num_batches: int = 1
 
     @property
     def noise_scale(self) -> float:
@@ -49,10 +53,12 @@ class Noise:
     def efficiency(self, total_batch: npt.ArrayLike, initial_batch: float) -> FloatArray:
         """Return how much a sample is worth at each total batch B against the initial one, B0, from 0 to 1.
 
-        Where the noise is not known, it counts as 0 and a larger batch promises nothing: B0/B.
+        Where K batches pile up, at K B against K B0. Where the noise is not known, it counts as 0 and a larger batch
+        promises nothing: B0/B.
         """
         noise, signal = (self.noise_trace, self.signal_sqnorm) if self._is_known else (0.0, 1.0)
-        return efficiency(total_batch, initial_batch=initial_batch, noise_trace=noise, signal_sqnorm=signal)
+        totals, initial = self.num_batches * np.asarray(total_batch), self.num_batches * initial_batch
+        return efficiency(totals, initial_batch=initial, noise_trace=noise, signal_sqnorm=signal)
 
     def gain(self, total_batch: int, initial_batch: int) -> float:
         """Return how many steps at the initial batch one step at `total_batch` is worth; 1 where that is not known.

@@ -126,8 +126,8 @@ class Schedule:
         noise, total = self.decision.noise, self.plan_at(step).total_batch
         key = total, num_batches
         if key not in self._gains:  # asked in every step, for one total or two until the next decision
-            initial = num_batches * self.job.batch_size
-            self._gains[key] = 1.0 if noise is None else noise.gain(num_batches * total, initial)
+            noise = None if noise is None else replace(noise, num_batches=num_batches)
+            self._gains[key] = 1.0 if noise is None else noise.gain(total, self.job.batch_size)
         return self._gains[key]
 
     def length(self, step: int, total_batch: int | None = None, *, ends_pass: bool = True) -> float:

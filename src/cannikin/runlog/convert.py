@@ -97,6 +97,7 @@ def noise_record(noise: Noise) -> NoiseRecord:
         low=_finite(low),
         high=_finite(high),
         flags=noise.flags,
+        num_batches=noise.num_batches,
     )
 
 

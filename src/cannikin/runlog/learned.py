@@ -205,7 +205,13 @@ def _noise(record: NoiseRecord) -> Noise:
     """Return the noise of a record, in which what is not finite is None."""
     signal, trace = (math.nan if x is None else x for x in (record.signal_sqnorm, record.noise_trace))
     limits = record.low or 0.0, math.inf if record.high is None else record.high
-    return Noise(signal_sqnorm=signal, noise_trace=trace, limits=limits, flags=record.flags)
+    return Noise(
+        signal_sqnorm=signal,
+        noise_trace=trace,
+        limits=limits,
+        flags=record.flags,
+        num_batches=record.num_batches,
+    )
 
 
 def _slowdown(records: Iterable[WindowRecord], model: ModelFit) -> float:

@@ -93,7 +93,10 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="h
 
 
 class NoiseRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The gradient noise scale and its limits; None is infinite, or not known. `flags` as in `NoiseTracker`."""
+    """The gradient noise scale and its limits; None is infinite, or not known. `flags` as in `NoiseTracker`.
+
+    `num_batches` batches pile up for each step of the optimizer: a sample's worth is that at so many times the total.
+    """
 
     signal_sqnorm: Real = None
     noise_trace: Real = None
@@ -101,6 +104,7 @@ class NoiseRecord(msgspec.Struct, frozen=True, kw_only=True):
     low: Real = None
     high: Real = None
     flags: tuple[str, ...] = ()
+    num_batches: int = 1
 
 
 class Timeline(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cannikin.core.goodput import efficiency
 from cannikin.core.perf import hardware_use
+from cannikin.core.planner import Noise
 from cannikin.core.values import FloatArray
 from cannikin.runlog.records import MOST, EventRecord, Header, NoiseRecord, PlanRecord, Record, Timeline, WindowRecord
 
@@ -60,7 +60,8 @@ def speed_of(window: WindowRecord, initial_batch: int | None) -> Speed:
     signal, trace = noise.signal_sqnorm, noise.noise_trace
     if initial_batch is None or signal is None or trace is None:
         return Speed(pace)
-    share = float(efficiency(total, initial_batch=initial_batch, noise_trace=trace, signal_sqnorm=signal))
+    known = Noise(signal_sqnorm=signal, noise_trace=trace, num_batches=noise.num_batches)
+    share = float(known.efficiency(total, initial_batch))
     return Speed(pace, share, None if pace is None else pace * share)
 
 

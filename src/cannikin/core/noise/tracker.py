@@ -271,6 +271,7 @@ class NoiseTracker:
             limits=self.limits,
             flags=self.flags,
             num_steps=self.num_steps,
+            num_batches=self.num_batches,
         )
 
     def blend(self, local_batches: npt.ArrayLike) -> float:
@@ -342,8 +343,8 @@ class NoiseTracker:
         batches = np.asarray(total_batch, dtype=np.float64)
         if not (np.isfinite(batches).all() and (batches > 0).all()):
             raise InvalidInputError(f"total_batch={total_batch}: a total batch is a positive number of samples")
-        known = Noise(signal_sqnorm=self.signal_sqnorm, noise_trace=self.noise_trace)
-        shares = known.efficiency(self.num_batches * batches, self.num_batches * self._initial_batch)
+        known = Noise(signal_sqnorm=self.signal_sqnorm, noise_trace=self.noise_trace, num_batches=self.num_batches)
+        shares = known.efficiency(batches, self._initial_batch)
         return shares if batches.ndim else float(shares)
 
     def supported(self, total_batches: IntArray, now: int) -> FloatArray:
@@ -360,10 +361,9 @@ class NoiseTracker:
         shares: FloatArray = self.efficiency(total_batches)
         # phi as S with G = 1, or as S = 1 without G where noise drowns the signal for certain.
         low = self.limits[0]
-        phi = (
-            Noise(noise_trace=1.0, signal_sqnorm=0.0) if low == math.inf else Noise(noise_trace=low, signal_sqnorm=1.0)
-        )
-        sure = phi.efficiency(self.num_batches * np.maximum(total_batches, now), self.num_batches * now)
+        noise, signal = (1.0, 0.0) if low == math.inf else (low, 1.0)
+        phi = Noise(noise_trace=noise, signal_sqnorm=signal, num_batches=self.num_batches)
+        sure = phi.efficiency(np.maximum(total_batches, now), now)
         return np.where(total_batches > now, self.efficiency(now) * sure, shares)
 
     @overload

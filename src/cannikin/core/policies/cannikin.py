@@ -17,8 +17,8 @@ import numpy as np
 
 from cannikin.core.advice import LearnedCluster, learned_ranks
 from cannikin.core.devices import Origin, suppose_unknown
-from cannikin.core.goodput import TotalChoice, choose_total, total_grid
-from cannikin.core.learner import Learner, ModelFit
+from cannikin.core.goodput import TotalChoice, choose_total, growth_limit, total_grid
+from cannikin.core.learner import TRUST, TRUST_DOWN, Learner, ModelFit
 from cannikin.core.noise.tracker import NoiseTracker
 from cannikin.core.perf import Cluster, even_speed, step_time
 from cannikin.core.planner import Decision, SpeedChange
@@ -31,13 +31,6 @@ from cannikin.core.split import SplitSolver, solver_for
 from cannikin.core.values import NO_MAX, Job, Plan, Split, StepWindow
 from cannikin.errors import InvalidInputError, StateError
 
-# Times are extrapolated only so far from what was measured:
-_TRUST = 2.0  # a rank gets at most this times the largest batch it was measured at,
-_TRUST_DOWN = 8.0  # and at least the smallest one divided by this.
-# The total batch doubles at most, or grows by up to `_LEAP` as far as that can lose no more than doubling loses where
-# there is no noise: g times the samples take at most g times as long, so at worst goodput falls with efficiency, by
-# (phi + B)/(phi + g B), which is 1/2 at g = 2 + phi/B.
-_GROWTH, _LEAP = 2.0, 8.0
 # Another total batch must promise a gain of `_GAIN`. The longer the present one has run, the less: what a change costs
 # in steps, `_RELEARNED` and those of new sizes, divided by that age, but never below `_LEAST_GAIN`.
 _GAIN, _LEAST_GAIN = 0.05, 0.01
@@ -221,7 +214,7 @@ class Controller:
             return None
         total_batch, choice, why = self._total(step, model.cluster, job, in_force, is_measured)
         split, growth = self._best(model, total_batch), total_batch / self._plan.total_batch
-        if growth > 1 and (growth > _TRUST or not split.feasible):
+        if growth > 1 and (growth > TRUST or not split.feasible):
             self._grow(step, model, job, total_batch, why)
             return choice
         if not split.feasible:
@@ -266,8 +259,8 @@ class Controller:
         if total_batch is not None:
             smallest = smallest * min(1.0, total_batch / smallest.sum())
             largest = largest * max(1.0, total_batch / largest.sum())
-        least = np.maximum(cluster.min_batch, np.floor(smallest / _TRUST_DOWN).astype(np.int64))
-        most = np.minimum(cluster.max_batch, np.ceil(_TRUST * largest).astype(np.int64))
+        least = np.maximum(cluster.min_batch, np.floor(smallest / TRUST_DOWN).astype(np.int64))
+        most = np.minimum(cluster.max_batch, np.ceil(TRUST * largest).astype(np.int64))
         return solver_for(replace(cluster, min_batch=np.minimum(least, most), max_batch=np.maximum(most, least)))
 
     def _guess(self, step: int, cluster: Cluster) -> bool:
@@ -363,8 +356,8 @@ class Controller:
         """Choose the total batch with the best goodput, or one on the way to it, and say why, if it may change at all.
 
         Totals are compared over the whole range, though the model is extrapolated there: a total that gains 6% may
-        be four times the present one, and its half only 4%. The way there is gone in steps (`_GROWTH`), each of which
-        must have run before the next. A total is not left for a smaller one before it has been measured.
+        be four times the present one, and its half only 4%. The way there is gone in steps (`growth_limit`), each of
+        which must have run before the next. A total is not left for a smaller one before it has been measured.
         """
         now, noise = self._plan.total_batch, self._noise
         if job.largest_total == job.batch_size:
@@ -381,7 +374,7 @@ class Controller:
         if (smallest == largest).all():
             # Each rank has run one size, and fixed time cannot be told from time per sample: it is tried once.
             step_s = np.where(grid > now, step_s[grid == now], step_s)
-        growth = min(_LEAP, _GROWTH + noise.limits[0] / (noise.num_batches * now))
+        growth = growth_limit(noise.limits[0], noise.num_batches * now)
         cost_steps = _RELEARNED + self._sizes.cost_steps
         threshold = min(_GAIN, max(_LEAST_GAIN, cost_steps / self._age(step)))
         choice = choose_total(grid, step_s, noise.supported(grid, now), now, threshold=threshold, growth=growth)

@@ -80,7 +80,9 @@ class PaperPlanner:
     def _known_noise(self) -> Noise | None:
         """Return the averages of S and G; None before the first step."""
         weight, trace, signal = self._noise.tolist()
-        return Noise(signal_sqnorm=signal / weight, noise_trace=trace / weight) if weight > 0 else None
+        if weight <= 0:
+            return None
+        return Noise(signal_sqnorm=signal / weight, noise_trace=trace / weight, num_batches=self._num_batches)
 
     def _observe(self, window: StepWindow) -> bool:
         """Add up this epoch's times, average the noise, and return whether an epoch has ended."""
@@ -187,8 +189,7 @@ class PaperPlanner:
             return now, None
         grid = np.unique(np.append(total_grid(job.batch_size, job.largest_total), now))
         step_s = np.array([step_s_of(int(total)) for total in grid])
-        efficiency = noise.efficiency(self._num_batches * grid, self._num_batches * job.batch_size)
-        choice = choose_total(grid, step_s, efficiency, now)
+        choice = choose_total(grid, step_s, noise.efficiency(grid, job.batch_size), now)
         return choice.total_batch, choice
 
     def state_dict(self) -> dict[str, Any]:
