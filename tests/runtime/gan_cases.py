@@ -104,6 +104,33 @@ def penalised(gan: Gan) -> None:
         step_generator(gan, fake)
 
 
+def penalised_first(gan: Gan) -> None:
+    """A gradient penalty between real and fake goes before their forwards: WGAN-GP."""
+    for real, noise in gan.batches:
+        fake = gan.gen(noise)
+        between = (0.3 * real + 0.7 * fake.detach()).requires_grad_()
+        (slope,) = torch.autograd.grad(gan.disc(between).sum(), between, create_graph=True)
+        loss = gan.disc(fake.detach()).mean() - gan.disc(real).mean() + (slope.norm(dim=1) - 1).square().mean()
+        gan.opt_d.zero_grad()
+        loss.backward()
+        gan.opt_d.step()
+        step_generator(gan, fake)
+
+
+def penalised_in_between(gan: Gan) -> None:
+    """R1 right behind the real samples' forward, then the fake ones': StyleGAN2, in one backward."""
+    for real, noise in gan.batches:
+        fake = gan.gen(noise)
+        real = real.requires_grad_()
+        scores = gan.disc(real)
+        (slope,) = torch.autograd.grad(scores.sum(), real, create_graph=True)
+        loss = softplus(-scores).mean() + slope.square().sum(dim=1).mean() + softplus(gan.disc(fake.detach())).mean()
+        gan.opt_d.zero_grad()
+        loss.backward()
+        gan.opt_d.step()
+        step_generator(gan, fake)
+
+
 def two_steps(gan: Gan) -> None:
     """Two steps of the discriminator per step of the generator, on the same batch."""
     for real, noise in gan.batches:
@@ -156,6 +183,8 @@ LOOPS: dict[str, Callable[[Gan], None]] = {
     "the generator first": generator_first,
     "two forwards before a backward": two_forwards,
     "a gradient penalty": penalised,
+    "a gradient penalty first": penalised_first,
+    "a gradient penalty in between": penalised_in_between,
     "two steps of the discriminator": two_steps,
     "accumulation": accumulating,
     "accumulation over batches": accumulating_batches,

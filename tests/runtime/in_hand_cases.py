@@ -98,6 +98,30 @@ def sharpness_aware(model: Any, features: torch.Tensor, targets: torch.Tensor) -
             parameter.sub_(move)
 
 
+def residual_first(model: Any, features: torch.Tensor, targets: torch.Tensor, *, says_so: bool = False) -> None:
+    """A loss of slopes, by autograd.grad, and one of values on other inputs, in one backward: physics-informed."""
+    inside = features.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(inside).sum(), inside, create_graph=True)
+    if says_so and isinstance(model, HeteroDataParallel):
+        model.use_batch()
+    (slope.square().mean() + nn.functional.mse_loss(model(0.5 * features), targets)).backward()
+
+
+def attacked(model: Any, features: torch.Tensor, targets: torch.Tensor) -> None:
+    """Clean and attacked samples in one backward, the attack found by autograd.grad: TRADES."""
+    clean = features.clone().requires_grad_()
+    loss = nn.functional.mse_loss(model(clean), targets)
+    (slope,) = torch.autograd.grad(loss, clean, retain_graph=True)
+    (loss + nn.functional.mse_loss(model(features + 0.1 * slope.sign()), targets)).backward()
+
+
+def slopes_of_weights(model: Any, features: torch.Tensor, targets: torch.Tensor) -> None:
+    """The gradient is asked for, such as for its norm, and then added to the weights' by another backward."""
+    loss = nn.functional.mse_loss(model(features), targets)
+    torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    (loss + nn.functional.mse_loss(model(2.0 * features), targets)).backward()
+
+
 def fresh(dim: int) -> tuple[Net, torch.optim.Optimizer]:
     torch.manual_seed(3)
     net = Net(dim).double()
@@ -145,6 +169,52 @@ def progress_of(rank: int, backward: Backward) -> float:
         backward(model, features, targets)
         optimizer.step()
     return model.progress
+
+
+def pairs(rank: int, script: Sequence[tuple[int, ...]]) -> tuple[float, float, list[Warned]]:
+    """Two batches of the loader in each backward: worst error of the gradient, progress, and what was warned of."""
+    data = Series(96)
+    net, optimizer = fresh(0)
+    alone, _ = fresh(0)
+    model = HeteroDataParallel(net, optimizer, policy=ScriptedPlanner(script), lr_rule="none")
+    order, position, worst = epoch_order(len(data), seed=0, epoch=0, shuffle=True).tolist(), 0, 0.0
+    loader = HeteroDataLoader(data, model=model, batch_size=6)
+    with collecting_warnings() as found:
+        batches = iter(loader)
+        for first in batches:
+            optimizer.zero_grad()
+            sum(nn.functional.mse_loss(model(x), y) for x, y in (first, next(batches))).backward()
+            alone.zero_grad()
+            for begin in (position, position + 6):
+                indices = order[begin : begin + 6]
+                nn.functional.mse_loss(alone(data.features[indices]), data.targets[indices]).backward()
+            position += 12
+            for ours, theirs in zip(net.parameters(), alone.parameters(), strict=True):
+                worst = max(worst, float((ours.grad - theirs.grad).norm() / theirs.grad.norm()))
+            optimizer.step()
+            alone.load_state_dict(net.state_dict())
+    return worst, model.progress, found
+
+
+def labelled_and_not(rank: int, **keywords: Any) -> float:
+    """A batch of the loader's and one of the script's own, split otherwise, in one backward: FixMatch."""
+    data, own = Series(48), Series(20)
+    net, optimizer = fresh(0)
+    alone, _ = fresh(0)
+    model = HeteroDataParallel(net, optimizer, policy=ScriptedPlanner([(4, 2)]), lr_rule="none", **keywords)
+    order, worst = epoch_order(len(data), seed=0, epoch=0, shuffle=True).tolist(), 0.0
+    for step, (features, targets) in enumerate(HeteroDataLoader(data, model=model, batch_size=6)):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(features), targets)
+        model.use_batch(3, 6)
+        (loss + model(own.features[3 * rank : 3 * rank + 3]).square().mean()).backward()
+        indices = order[6 * step : 6 * step + 6]
+        alone.zero_grad()
+        loss = nn.functional.mse_loss(alone(data.features[indices]), data.targets[indices])
+        (loss + alone(own.features[:6]).square().mean()).backward()
+        for ours, theirs in zip(net.parameters(), alone.parameters(), strict=True):
+            worst = max(worst, float((ours.grad - theirs.grad).norm() / theirs.grad.norm()))
+    return worst
 
 
 # What is said

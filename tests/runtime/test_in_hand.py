@@ -26,10 +26,14 @@ PARITY = {
     "two views": partial(cases.worst_error, backward=cases.two_views),
     "two views by numbers": partial(cases.worst_error, backward=cases.two_views_by_numbers),
     "sharpness aware": partial(cases.worst_error, backward=cases.sharpness_aware),
+    "residual first": partial(cases.worst_error, backward=cases.residual_first),
+    "residual first, and said": partial(cases.worst_error, backward=partial(cases.residual_first, says_so=True)),
+    "attacked": partial(cases.worst_error, backward=cases.attacked),
+    "slopes of weights": partial(cases.worst_error, backward=cases.slopes_of_weights),
 }
 PROGRESS = {
     f"progress, {backward.__name__}": partial(cases.progress_of, backward=backward)
-    for backward in (cases.plain, cases.time_first, cases.two_views, cases.sharpness_aware)
+    for backward in (cases.plain, cases.time_first, cases.two_views, cases.sharpness_aware, cases.attacked)
 }
 SAID = {
     "the plan's total": cases.told_the_plans_total,
@@ -42,6 +46,10 @@ SAID = {
     "looking ahead": cases.looking_ahead,
     "ragged": cases.ragged_parts,
     "other parts": cases.parts_of_another_size,
+    "pairs": partial(cases.pairs, script=[(4, 2)]),
+    "pairs under plans that change": partial(cases.pairs, script=[(4, 2), (2, 4)]),
+    "labelled and not": cases.labelled_and_not,
+    "labelled and not, by loss": partial(cases.labelled_and_not, weighting="loss"),
 }
 
 
@@ -140,6 +148,26 @@ def test_parts_of_what_has_another_number_of_samples_are_refused(told):
             f"have {local}, 7 samples in dimension 0, where the batch in hand has {local}"
             in answers["other parts"].text
         )
+
+
+def test_batches_that_share_a_backward_are_all_counted_where_they_are_split_alike(told):
+    for error, progress, warned in values(told, "pairs"):
+        assert error < 1e-12
+        assert progress == 16
+        assert warned == []
+
+
+@pytest.mark.parametrize("case", ["pairs under plans that change", "labelled and not"])
+def test_batches_that_share_a_backward_and_no_split_stop_every_rank(told, case):
+    for answers in told:
+        raised = answers[case]
+        assert raised.kind == "BatchMatchError"
+        assert "one backward for the batches of steps" in raised.text
+        assert 'weighting="loss"' in raised.text
+
+
+def test_batches_that_share_a_backward_are_right_where_each_is_weighted_as_it_enters(told):
+    assert max(values(told, "labelled and not, by loss")) < 1e-12
 
 
 # Cutting

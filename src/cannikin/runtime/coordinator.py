@@ -21,6 +21,7 @@ from cannikin.core.planner import Decision, Planner
 from cannikin.core.schedule import ANNOUNCE, GATHER, IN_FORCE, INSTALL, LEARN, Schedule, takes_norms
 from cannikin.core.values import NO_MAX, Job, Plan
 from cannikin.runtime.device import Device, HostCopy
+from cannikin.runtime.entry import BatchEntry
 from cannikin.runtime.step import StepInProgress
 from cannikin.runtime.update import Rates, Update
 from cannikin.runtime.wire import (
@@ -74,6 +75,10 @@ class Unplanned:
     def plan_at(self, step: int) -> Plan | None:
         """Return None: there is no plan."""
         return None
+
+    def splits_alike(self, earlier: BatchEntry, later: BatchEntry) -> bool:
+        """Return whether two batches are split alike on all ranks, which is not known of those of the script's own."""
+        return False
 
     def takes_norms(self, step: int) -> bool:
         """Return whether gradient norms are taken in this step."""
@@ -155,6 +160,12 @@ class Coordinator:
         """Return the plan in force at this step, which from now on counts as cut."""
         self._furthest = max(self._furthest, step)
         return self.schedule.plan_at(step)
+
+    def splits_alike(self, earlier: BatchEntry, later: BatchEntry) -> bool:
+        """Return whether two batches are split alike on all ranks; every rank has the same answer."""
+        plans = [self.schedule.plan_at(entry.step).local_batches for entry in (earlier, later)]
+        whole = all(entry.total_batch == sum(plan) for entry, plan in zip((earlier, later), plans, strict=True))
+        return whole and plans[0] == plans[1] and not (earlier.is_told or later.is_told or later.own)
 
     def takes_norms(self, step: int) -> bool:
         """Return whether gradient norms are taken in this step of the optimizer."""

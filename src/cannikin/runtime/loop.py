@@ -42,6 +42,7 @@ from cannikin.runtime.step import Part, StepInProgress
 from cannikin.runtime.update import Pile, Rates, Update
 from cannikin.runtime.waiting import BatchQueue, check_size
 from cannikin.runtime.weighting import (
+    ParameterGradients,
     RunningStatistics,
     has_batch_norm,
     is_inward,
@@ -113,6 +114,7 @@ class Loop:
         self._item_count: Callable[[Any], float] | None = None
         self._part: Part | None = None  # the micro-batch in hand
         self._own: set[int] = set()  # the module's parameters
+        self._gradients = ParameterGradients()
         self._least_part = 1  # samples of a batch that is cut into parts
         self._batch_dim, self._slicer = batch_dim, Slicer(batch_dim)
         self._has_marked_inputs = False  # whether the last forward's inputs were marked
@@ -386,6 +388,9 @@ class Loop:
 
     def _skip_to(self, inputs: Iterable[torch.Tensor]) -> None:
         """Forget batches that the loop has passed over, where these inputs are certainly of a later one."""
+        inputs = list(inputs)
+        if not self.queue.is_over(self.step) and self.queue.has(inputs):  # of several that go into one backward
+            self.queue.leave_step()
         num_skipped = self.queue.skip_to(inputs) if self.queue.is_over(self.step) else 0
         if num_skipped and not self._has_skipped:
             self._has_skipped = True
@@ -441,8 +446,8 @@ class Loop:
         entry, previous, scale = self._next_entry(), self.step, self._loss_scale()
         if previous is not None:
             previous.next_scale = scale
-            previous.unwatch()
             if previous.backward_began:
+                previous.unwatch()
                 self._add_to_pile(previous)
                 self._pile.end_step(previous)
                 self._warn_if_unused(previous)
@@ -564,14 +569,20 @@ class Loop:
         if step.passage is not None:
             step.passage.end_forward()
         self._statistics.note_forward()
+        self._gradients.find(module, output)
         if self._reducer.syncs(module) and not joins(module):
             self._average_statistics()
         weigh(step, self._weighting, self._exchange.world_size, accumulating=self._accumulates(module))
         scale, has_marked_inputs = self._output_scale(module, step), self._has_marked_inputs
 
         def begin(*_: Any) -> None:
-            self._notices.begin_backward()
             step.task = torch._C._current_graph_task_id()
+            if not self._gradients.come():  # but those of inputs, by torch.autograd.grad: the batch is not used up
+                return
+            self._notices.begin_backward()
+            if self.step is not step:
+                self._join_later(step)
+                return
             self._add_to_pile(step)
             # Of a batch in parts, all but the last one's backward counts as what comes before.
             if step.backward_start is None or (part is not None and not step.synced):
@@ -597,6 +608,24 @@ class Loop:
         if num_marked == 0 and self._num_taken == 1:
             _explain_unmarked(output, needed=scale is not None)
         return output
+
+    def _join_later(self, step: StepInProgress) -> None:
+        """Count a batch whose gradients come together with those of a later one; refuse what cannot be weighted.
+
+        A bucket has both batches' gradients, so that they have one weight, unless they were weighted on their way in.
+        """
+        later = self.step
+        if step.backward_began or later is None:  # a graph that was kept, once more
+            return
+        is_inward = step.weight is not None and later.weight is not None
+        if not (is_inward or self.coordinator.splits_alike(step.entry, later.entry)):
+            raise BatchMatchError(
+                f"one backward for the batches of steps {step.entry.step} and {later.entry.step}, of which ranks have "
+                "other shares: call backward() on each batch's loss before the forward of the next (gradients add up "
+                'until optimizer.step()), or pass weighting="loss", which weights each where it enters the model'
+            )
+        self._add_to_pile(later)
+        self._pile.join(step, later)
 
     def _add_to_pile(self, step: StepInProgress) -> None:
         """Let the optimizer's next step use the gradients of this one, whose backward begins."""

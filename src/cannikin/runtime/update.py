@@ -237,6 +237,13 @@ class Pile:
         step.accumulated = len(self._kept)
         return forgone
 
+    def join(self, step: StepInProgress, later: StepInProgress) -> None:
+        """Put a step under a later one whose backward is the same."""
+        if not step.accumulated:
+            self.steps.append(step)
+            self._kept.append(step)
+            step.accumulated = later.accumulated = len(self._kept)
+
     def end_step(self, step: StepInProgress) -> None:
         """Take note that the backward of the uppermost step is over."""
         self._num_unsynced = 0 if step.synced else self._num_unsynced + 1

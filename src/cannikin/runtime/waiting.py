@@ -130,13 +130,25 @@ class BatchQueue:
         """Forget batches that are older than the one these tensors are of, where that is certain; return how many."""
         if len(self._entries) < 2:
             return 0
+        index = self._find(inputs) or 0
+        for _ in range(index):
+            self._entries.popleft()
+        return index
+
+    def has(self, inputs: Iterable[torch.Tensor]) -> bool:
+        """Return whether these tensors are certainly of a batch that waits."""
+        return bool(self._entries) and self._find(inputs) is not None
+
+    def leave_step(self) -> None:
+        """Take note that the next forward is of a batch that waits, though the one in training has had no backward."""
+        self._num_ahead = -1
+
+    def _find(self, inputs: Iterable[torch.Tensor]) -> int | None:
         known = list(inputs)
         for index, entry in enumerate(self._entries):
             if any(_is_same(ref(), tensor) for ref in entry.tensors for tensor in known):
-                for _ in range(index):
-                    self._entries.popleft()
                 return index
-        return 0
+        return None
 
     def skip(self) -> None:
         """Forget the oldest batch: the script does not train on it."""

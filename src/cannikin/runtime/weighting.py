@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
@@ -170,6 +171,65 @@ def watch_outputs(output: Any, callback: Any) -> list[Any]:
         watch: Any = tensor.register_hook if node is None else node.register_prehook
         handles.append(watch(callback))
     return handles
+
+
+class ParameterGradients:
+    """Tells a backward that brings parameters their gradients from one that only asks for others'.
+
+    `torch.autograd.grad` by inputs, as in a gradient penalty or an attack, passes forward's outputs too.
+    """
+
+    def __init__(self) -> None:
+        self._module: torch.nn.Module | None = None  # None: its parameters are not in the graph of its outputs
+        self._ids: list[int] = []
+        self._nodes: list[Any] = []  # what adds to each parameter's gradient
+        self._has_looked = False
+
+    def find(self, module: torch.nn.Module, output: Any) -> None:
+        """Look, after the first forward, whether parameters are to be found in the graph of its outputs.
+
+        Under `fully_shard`, or where all layers are in reentrant checkpoints, none are: then every backward counts.
+        """
+        if self._has_looked:
+            return
+        tensors = _with_gradient(output)
+        if tensors:
+            self._has_looked = True
+            own = {id(parameter) for parameter in module.parameters()}
+            self._module = module if _leads_to(own, [tensor.grad_fn for tensor in tensors]) else None
+
+    def come(self) -> bool:
+        """Return whether the backward under way brings gradients of parameters."""
+        if self._module is None or any(map(_will_run, self._nodes)):
+            return True
+        trained = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+        if [id(parameter) for parameter in trained] == self._ids:
+            return False
+        self._ids = [id(parameter) for parameter in trained]
+        self._nodes = [get_gradient_edge(parameter).node for parameter in trained]
+        return any(map(_will_run, self._nodes))
+
+
+def _will_run(node: Any) -> bool:
+    """Return whether the backward under way comes to this node; one whose gradient it returns is not added to."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # torch says that a leaf is asked for
+        return False
+
+
+def _leads_to(parameters: set[int], nodes: list[Any]) -> bool:
+    """Return whether one of these parameters, by id, is a leaf of the graph behind these nodes."""
+    seen: set[Any] = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if id(getattr(node, "variable", None)) in parameters:
+            return True
+        nodes += [following for following, _ in node.next_functions]
+    return False
 
 
 def _with_gradient(output: Any) -> list[torch.Tensor]:
