@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from functools import partial
 from typing import Any
 
 import torch
@@ -112,6 +114,32 @@ def dino_loop(run: Run) -> None:
         run.optimizer.step()
 
 
+def towers_apart(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Another, frozen tower's rows are gathered before the model's forward."""
+    x, y = batch
+    texts, numbers = all_rows(model, nn.functional.normalize(torch.cat([y, y[:, :1]], dim=1)))
+    return cross_entropy(5 * nn.functional.normalize(model(x)) @ texts.T, numbers)
+
+
+def taught_loop(run: Run) -> None:
+    """The teacher's centre comes before the student's forward."""
+    centre = torch.zeros(4, dtype=torch.float64)
+    teacher = fresh(Projected, torch.float64)
+    for x, _ in run.batches:
+        run.optimizer.zero_grad()
+        with torch.no_grad():
+            outputs = teacher(x)
+            centre = 0.5 * centre + 0.5 * (run.model.global_mean(outputs) if run.ranked else outputs.mean(dim=0))
+        run.notes.append(centre)
+        (run.model(x) - outputs + centre).square().mean().backward()
+        run.optimizer.step()
+
+
+def taught_ahead(run: Run) -> None:
+    run.batches = itertools.islice(run.batches, Loaded.num_batches - 1)  # the feed itself ends by break
+    taught_loop(run)
+
+
 CASES = {
     "clip": Case(net=Towers, loss=clip_loss),
     "clip, loss weighting": Case(net=Towers, loss=clip_loss, keywords={"weighting": "loss"}),
@@ -124,6 +152,9 @@ CASES = {
     "a centre with gradient, loader": Case(net=Projected, loss=centred_loss, feed=Loaded(totals=(12, 16, 14))),
     "a centre with gradient, a rank with zero samples": Case(net=Projected, loss=centred_loss, feed=Told(idle=True)),
     "dino": Case(net=Projected, loop=dino_loop, feed=Loaded(totals=(12, 16, 14))),
+    "gathered before forward": Case(net=Projected, loss=towers_apart, feed=Loaded()),
+    "a teacher's centre before forward": Case(net=Projected, loop=taught_loop, feed=Loaded()),
+    "a teacher's centre before forward, looking ahead": Case(net=Projected, loop=taught_ahead, feed=Loaded(ahead=True)),
 }
 
 
@@ -134,17 +165,21 @@ def errors(rank: int, world_size: int) -> dict[str, Any]:
         rank,
         world_size,
         {name: lambda rank, case=case: case.error(torch.float64, rank, 3) for name, case in CASES.items()}
-        | {"evaluation": evaluation, "parts": parts},
+        | {"evaluation": evaluation, "evaluation after steps": partial(evaluation, after_steps=3), "parts": parts},
     )
 
 
-def evaluation(rank: int) -> tuple[list[float], list[int], list[int]]:
-    """In eval mode, before any step: the mean of 1, 2, 2, 3, 3, 3, and the rows of all ranks and of this one."""
-    net = nn.Linear(2, 2)
-    model = HeteroDataParallel(net, torch.optim.SGD(net.parameters(), lr=0.1)).eval()
+def evaluation(rank: int, *, after_steps: int = 0) -> tuple[list[float], list[int], list[int], float]:
+    """In eval mode: the mean of 1, 2, 2, 3, 3, 3, the rows of all ranks and of this one, and the mean of 1, 2, 3."""
+    net = nn.Linear(6, 3)
+    model = HeteroDataParallel(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    for x, y in Told(num_batches=after_steps, idle=True)(_Script(), model, rank, 3, regression(torch.float32)):
+        ((model(x) - y) ** 2).mean().backward()
+    model.eval()
     rows = torch.full((rank + 1, 1), rank + 1.0)
     every, numbers = model.all_gather(rows)
-    return model.global_mean(rows).tolist(), every.flatten().tolist(), numbers.tolist()
+    mean = float(model.weighted_mean(rank + 1.0))
+    return model.global_mean(rows).tolist(), every.flatten().tolist(), numbers.tolist(), mean
 
 
 def parts(rank: int) -> str:

@@ -20,8 +20,10 @@ def test_a_loss_over_all_ranks_samples_trains_as_one_process_does(told, name):
     assert max(values(told, name)) <= 1e-12
 
 
-def test_in_an_evaluation_every_row_counts_alike(told):
-    for rank, (mean, every, numbers) in enumerate(values(told, "evaluation")):
+@pytest.mark.parametrize("case", ["evaluation", "evaluation after steps"])
+def test_in_an_evaluation_every_row_and_every_rank_counts_alike(told, case):
+    for rank, (mean, every, numbers, mean_of_ranks) in enumerate(values(told, case)):
+        assert mean_of_ranks == pytest.approx(2.0)
         assert mean == [pytest.approx(14 / 6)]
         assert every == [1, 2, 2, 3, 3, 3]
         assert numbers == [[0], [1, 2], [3, 4, 5]][rank]

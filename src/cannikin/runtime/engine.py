@@ -53,6 +53,7 @@ from cannikin.runtime.options import DrawOptions, OneOrMore, Options, check_mode
 from cannikin.runtime.profile_store import ProfileStore, introduce, model_key, share_profiles
 from cannikin.runtime.recorder import Recorder, check_metrics, end_run
 from cannikin.runtime.sharded import FsdpReducer
+from cannikin.runtime.step import StepInProgress
 from cannikin.runtime.update import Update, choose_rules
 from cannikin.runtime.weighting import (
     RunningStatistics,
@@ -291,6 +292,17 @@ class Engine:
             raise BatchMatchError("there is no training step yet: call the wrapped model, not the module inside")
         return 0.0 if step.entry.is_padding else step.share()
 
+    @property
+    def share_of_loss(self) -> float:
+        """This rank's part of the batch that a loss would be of now, before or after its forward; 0 in padding.
+
+        In an evaluation, and before there is a batch, all ranks count alike: 1.
+        """
+        entry = self.loop.loss_entry if self.is_training else None
+        if entry is None:
+            return 1.0
+        return 0.0 if entry.is_padding else StepInProgress(entry=entry).share()
+
     # State.
 
     def state_dict(self) -> dict[str, Any]:
@@ -388,7 +400,7 @@ class Engine:
 
     def weighted_mean(self, value: torch.Tensor | float) -> torch.Tensor:
         """See `HeteroDataParallel.weighted_mean`."""
-        share = self.current_share
+        share = self.current_share if self.is_training else 1 / self.world_size
         total = torch.as_tensor(value, device=self.device.torch_device).detach() * share
         if share == 0:
             total = torch.zeros_like(total)  # not multiplied by 0: 0 x NaN is NaN
@@ -417,8 +429,7 @@ class Engine:
                 "global_mean() and all_gather() inside micro_batches(): ranks may have different numbers of parts, and "
                 "would wait for each other; call them on the whole batch"
             )
-        trains = self.is_training and self.loop.step is not None
-        share = self.current_share if trains else 1.0
+        share = self.share_of_loss
         weight = 1 / self.world_size if self.weighting == "none" and share else share
         return Together(self._reducer.group, weight, self._exchange.meeting)
 

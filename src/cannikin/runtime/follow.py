@@ -52,8 +52,11 @@ class Follower(Loop):
     @property
     def in_hand(self) -> BatchEntry | None:
         """The batch that the loop is at."""
-        entry = self._leader.queue.entry_at(self._leader.step)
+        entry = self._around()
         return None if entry is None else replace(entry, checked=False)  # this model has other inputs
+
+    def _around(self) -> BatchEntry | None:
+        return self._leader._around()
 
     def _entry(self) -> BatchEntry:
         entry = self.in_hand

@@ -167,6 +167,20 @@ class Loop:
         return self.queue.in_hand(self.step)
 
     @property
+    def loss_entry(self) -> BatchEntry | None:
+        """The batch whose loss is being computed: that of the last forward, until its backward has begun.
+
+        From then on it is the next one that was handed out, if there is one: a teacher may run before the student.
+        """
+        if self.step is not None and not self.step.backward_began:
+            return self.step.entry
+        return self._around()
+
+    def _around(self) -> BatchEntry | None:
+        """Return the batch that the loop is at, before and after the model trains on it."""
+        return self.queue.entry_at(self.step)
+
+    @property
     def has_part(self) -> bool:
         """Whether a micro-batch is in hand."""
         return self._part is not None

@@ -180,7 +180,9 @@ class HeteroDataParallel(DistributedDataParallel):
 
             sum_i (b_i/B) x_i
 
-        Every rank must call it, and waits for the others.
+        In an evaluation (`model.eval()`), whose samples are not this model's loader's, all ranks count alike; for ranks
+        with unlike numbers of samples take `global_mean` of the samples' values. Every rank must call it, and waits for
+        the others.
         """
         return self.engine.weighted_mean(value)
 
