@@ -308,6 +308,22 @@ def skipping_copies(rank: int, *, says_so: bool, script: Sequence[tuple[int, ...
     return num_steps
 
 
+def passes_with_a_batch_left_out(rank: int, *, says_so: bool) -> tuple[int, float]:
+    """How many passes `epochs(4)` makes of ten batches, of which one is left out in each, and the progress of them."""
+    model, optimizer = make_model(policy="even")
+    loader = HeteroDataLoader(Numbered(60), model=model, batch_size=6)
+    num_passes = 0
+    with collecting_warnings():
+        for _ in model.epochs(4):
+            num_passes += 1
+            for number, batch in enumerate(loader):
+                if number != 4:
+                    take_step(model, optimizer, batch)
+                elif says_so:
+                    model.skip_batch()
+    return num_passes, model.progress
+
+
 def looking_ahead(rank: int) -> tuple[list[Warned], int]:
     """A loop that takes batches before it needs them leaves none out."""
     model, optimizer = make_model(policy=ScriptedPlanner(SCRIPT))

@@ -165,6 +165,11 @@ def own_streams(rank: int, **options: Any) -> Any:
     return told_totals(Run(data, sharded=True, local_batches=[6, 2], **options).train())
 
 
+def progress_of_own_streams(rank: int) -> Any:
+    data = Numbers(range(100 * rank, 100 * rank + (8, 80)[rank]))
+    return Run(data, sharded=True, local_batches=[4, 4]).train().model.progress
+
+
 def own_streams_of_tokens(rank: int) -> Any:
     return own_streams(rank, item_count=lambda batch: float(batch[:, 0].sum()) + 1)
 
@@ -292,6 +297,7 @@ CASES = {
         damaged_on_one_rank,
         uncounted_on_one_rank,
         own_streams,
+        progress_of_own_streams,
         own_streams_of_tokens,
         own_streams_resumed,
         own_streams_alike,

@@ -43,6 +43,8 @@ SAID = {
     "no loader": cases.no_loader,
     "skipping": cases.skipping,
     "skipping copies": partial(cases.skipping_copies, says_so=True),
+    "passes": partial(cases.passes_with_a_batch_left_out, says_so=True),
+    "passes, not said": partial(cases.passes_with_a_batch_left_out, says_so=False),
     "looking ahead": cases.looking_ahead,
     "ragged": cases.ragged_parts,
     "other parts": cases.parts_of_another_size,
@@ -120,6 +122,11 @@ def test_batches_that_were_passed_over_are_left_out_with_a_word(told):
         assert num_waiting == 0
     one, other = values(told, "skipping copies")
     assert one == other > 20
+
+
+@pytest.mark.parametrize("case", ["passes", "passes, not said"])
+def test_batches_that_are_left_out_count_as_passed_but_not_as_progress(told, case):
+    assert values(told, case) == [(4, 36.0), (4, 36.0)]
 
 
 def test_batches_passed_over_that_cannot_be_known_again_are_named_by_the_error():

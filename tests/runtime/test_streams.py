@@ -86,6 +86,10 @@ def test_streams_of_ranks_are_used_up_once_each_whatever_their_lengths(told, cas
         np.testing.assert_allclose(gradients, gradients_of(steps, weights), rtol=1e-12)
 
 
+def test_progress_counts_the_samples_that_streams_still_had(told):
+    assert values(told, "progress_of_own_streams") == [11.0, 11.0]  # 88 samples, 8 per initial batch
+
+
 def test_streams_of_ranks_are_resumed_each_where_it_was(told):
     states, before, after, _ = zip(*values(told, "own_streams_resumed"), strict=True)
     assert states[0] == states[1], "rank 0's state is enough"
@@ -137,7 +141,7 @@ def test_only_loaders_of_ours_can_be_given_to_a_model(told):
 
 
 def test_every_case_is_looked_at():
-    assert len(CASES) == 27
+    assert len(CASES) == 28
 
 
 # Fingerprints

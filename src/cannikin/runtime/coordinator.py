@@ -185,7 +185,7 @@ class Coordinator:
         counted = [step.entry for step in steps if not step.entry.is_extra] or [steps[-1].entry]
         # What the user says of a batch (use_batch) may count other things than the loader's samples.
         lengths = [
-            schedule.length(entry.step, None if entry.is_told else entry.total_batch, ends_pass=entry.ends_pass)
+            schedule.length(entry.step, None if entry.is_told else entry.count_all(), ends_pass=entry.ends_pass)
             for entry in counted
         ]
         return progress.worth(lengths=lengths, gain=schedule.gain_at(last, len(lengths)), ratio=schedule.length(last))

@@ -252,7 +252,7 @@ class Engine:
 
     def skip_batch(self) -> None:
         """See `HeteroDataParallel.skip_batch`."""
-        self.loop.queue.skip()
+        self.loop.skip_batch()
 
     @property
     def local_batch(self) -> int:

@@ -405,15 +405,29 @@ class Loop:
         inputs = list(inputs)
         if not self.queue.is_over(self.step) and self.queue.has(inputs):  # of several that go into one backward
             self.queue.leave_step()
-        num_skipped = self.queue.skip_to(inputs) if self.queue.is_over(self.step) else 0
-        if num_skipped and not self._has_skipped:
+        skipped = self.queue.skip_to(inputs) if self.queue.is_over(self.step) else []
+        self._forgo(skipped)
+        if skipped and not self._has_skipped:
             self._has_skipped = True
             warnings.warn(
-                f"{num_skipped} batches were taken and never trained on: that is fine where every rank left them out; "
+                f"{len(skipped)} batches were taken and never trained on: that is fine where every rank left them out; "
                 "to resume a run, loader.load_state_dict(saved) begins at the next sample and reads none twice",
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+    def skip_batch(self) -> None:
+        """Leave out the oldest batch that waits."""
+        self._forgo([self.queue.skip()])
+
+    def _forgo(self, entries: Iterable[BatchEntry]) -> None:
+        """Count batches that nobody trains on as passed, though they bring no progress."""
+        for entry in entries:
+            self._add_forgone([StepInProgress(entry=entry)])
+
+    def _add_forgone(self, steps: list[StepInProgress]) -> None:
+        progress = self._update.progress
+        progress.forgone += self.coordinator.worth(progress, steps).batches
 
     @not_compiled_itself
     def _run(self, ddp: Any, step: StepInProgress, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -645,8 +659,7 @@ class Loop:
         """Let the optimizer's next step use the gradients of this one, whose backward begins."""
         forgone = self._pile.add(step)
         if forgone:
-            progress = self._update.progress
-            progress.forgone += self.coordinator.worth(progress, forgone).batches
+            self._add_forgone(forgone)
 
     def _worth(self) -> Worth:
         """Return what a step of the optimizer would be worth now."""

@@ -126,14 +126,11 @@ class BatchQueue:
             stacklevel=4,
         )
 
-    def skip_to(self, inputs: Iterable[torch.Tensor]) -> int:
-        """Forget batches that are older than the one these tensors are of, where that is certain; return how many."""
+    def skip_to(self, inputs: Iterable[torch.Tensor]) -> list[BatchEntry]:
+        """Forget batches that are older than the one these tensors are of, where that is certain; return them."""
         if len(self._entries) < 2:
-            return 0
-        index = self._find(inputs) or 0
-        for _ in range(index):
-            self._entries.popleft()
-        return index
+            return []
+        return [self._entries.popleft() for _ in range(self._find(inputs) or 0)]
 
     def has(self, inputs: Iterable[torch.Tensor]) -> bool:
         """Return whether these tensors are certainly of a batch that waits."""
@@ -150,11 +147,11 @@ class BatchQueue:
                 return index
         return None
 
-    def skip(self) -> None:
-        """Forget the oldest batch: the script does not train on it."""
+    def skip(self) -> BatchEntry:
+        """Forget the oldest batch, which the script does not train on; return it."""
         if not self._entries:
             raise BatchMatchError("skip_batch() found no batch to skip: call it before the batch's forward, not after")
-        self._entries.popleft()
+        return self._entries.popleft()
 
     def begin_pass(self) -> None:
         """Forget the batches of an abandoned pass that were never trained on.
