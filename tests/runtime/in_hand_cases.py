@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -80,6 +81,12 @@ def two_views_by_numbers(model: Any, features: torch.Tensor, targets: torch.Tens
     if isinstance(model, HeteroDataParallel):
         model.use_batch(2 * model.local_batch, 2 * model.total_batch)
     plain(model, torch.cat([features, features + 0.1]), targets.repeat(2))
+
+
+def three_views_by_numbers(model: Any, features: torch.Tensor, targets: torch.Tensor) -> None:
+    if isinstance(model, HeteroDataParallel):
+        model.use_batch(3 * model.local_batch, 3 * model.total_batch)
+    plain(model, torch.cat([features, features + 0.1, features - 0.1]), targets.repeat(3))
 
 
 def sharpness_aware(model: Any, features: torch.Tensor, targets: torch.Tensor) -> None:
@@ -235,6 +242,62 @@ def told_too_small_a_total(rank: int) -> None:
         model.use_batch(len(features), 5)
         nn.functional.mse_loss(model(features), targets).backward()
         optimizer.step()
+
+
+class Watching(ScriptedPlanner):
+    """Remembers the local batches that it was shown."""
+
+    def __init__(self, script: Sequence[tuple[int, ...]]) -> None:
+        super().__init__(script)
+        self.seen: set[tuple[int, ...]] = set()
+
+    def decide(self, window: Any, job: Any, step: int) -> Any:
+        self.seen |= set() if window is None else set(map(tuple, window.local_batches.tolist()))
+        return super().decide(window, job, step)
+
+
+def measured_by_samples(rank: int) -> set[tuple[int, ...]]:
+    """Local batches that times are told of, where the script's numbers count views."""
+    net, optimizer = fresh(0)
+    planner = Watching([(4, 2)])
+    model = HeteroDataParallel(net, optimizer, policy=planner)
+    for features, targets in HeteroDataLoader(Series(180), model=model, batch_size=6):
+        three_views_by_numbers(model, features, targets)
+        optimizer.step()
+        optimizer.zero_grad()
+    return planner.seen if rank == 0 else set()
+
+
+def wrong_total_without_a_loader(rank: int) -> None:
+    """The sum of unequal batches taken for so many times one's own."""
+    model, optimizer = make_model()
+    for _ in range(4):
+        size = (4, 2)[rank]
+        model.use_batch(size, 2 * size)
+        take_step(model, optimizer, (torch.randn(size, 3), torch.randn(size, 1), None))
+
+
+class Wrapped:
+    """An object of the script's own, in which no tensor can be found."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+class Wrapping(TinyNet):
+    def forward(self, features: torch.Tensor) -> Wrapped:
+        return Wrapped(super().forward(features))
+
+
+def hidden_outputs_that_accumulate(rank: int) -> None:
+    net = Wrapping()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = HeteroDataParallel(net, optimizer, policy="even")
+    with collecting_warnings():
+        for number, (features, targets, _) in enumerate(HeteroDataLoader(Numbered(48), model=model, batch_size=6)):
+            with model.no_sync() if number == 3 else nullcontext():
+                nn.functional.mse_loss(model(features).value, targets).backward()
+            optimizer.step()
 
 
 def filtered_on_one_rank(rank: int) -> int:

@@ -14,7 +14,7 @@ from ranks import run_ranks
 from told import Raised, run_cases, values
 
 from cannikin.errors import InvalidInputError
-from cannikin.runtime.entry import BatchEntry
+from cannikin.runtime.entry import BatchEntry, PendingSum
 from cannikin.runtime.slicing import Slicer
 from cannikin.runtime.waiting import BatchQueue
 
@@ -25,6 +25,7 @@ PARITY = {
     "time first, in parts": partial(cases.worst_error, backward=cases.time_first_in_parts, dim=1, batch_dim=1),
     "two views": partial(cases.worst_error, backward=cases.two_views),
     "two views by numbers": partial(cases.worst_error, backward=cases.two_views_by_numbers),
+    "three views by numbers": partial(cases.worst_error, backward=cases.three_views_by_numbers),
     "sharpness aware": partial(cases.worst_error, backward=cases.sharpness_aware),
     "residual first": partial(cases.worst_error, backward=cases.residual_first),
     "residual first, and said": partial(cases.worst_error, backward=partial(cases.residual_first, says_so=True)),
@@ -39,6 +40,9 @@ SAID = {
     "the plan's total": cases.told_the_plans_total,
     "too small a total": cases.told_too_small_a_total,
     "filtered": cases.filtered_on_one_rank,
+    "measured": cases.measured_by_samples,
+    "wrong total": cases.wrong_total_without_a_loader,
+    "hidden": cases.hidden_outputs_that_accumulate,
     "slices": cases.slices,
     "no loader": cases.no_loader,
     "skipping": cases.skipping,
@@ -93,10 +97,36 @@ def test_a_total_that_the_local_batches_do_not_make_stops_every_rank(told):
 def test_tokens_may_be_told_instead_of_samples_also_by_a_rank_without_any():
     queue = BatchQueue()
     queue.add(BatchEntry(step=0, local_batch=1, total_batch=6))
-    assert queue.describe(5, 40).local_batch == 5
+    told = queue.describe(5, 40)
+    assert (told.local_batch, told.size, told.is_uneven) == (5, 1, True)
     queue.take()
     queue.add(BatchEntry(step=1, local_batch=0, total_batch=4, is_padding=True))
     assert queue.describe(2, 13).local_batch == 0, "what it was given to pad with does not count"
+
+
+def test_times_are_of_samples_where_the_script_counts_views(told):
+    assert values(told, "measured")[0] == {(4, 2)}
+
+
+def test_a_total_is_known_without_waiting_for_what_ranks_compare():
+    def wait(work):
+        raise AssertionError("waited")
+
+    sums = PendingSum(work=None, totals=torch.zeros(3), num_ranks=2, finish=wait)
+    assert BatchEntry(step=0, local_batch=2, total_batch=6, tag=5, sums=sums).count_all() == 6
+
+
+def test_a_total_without_a_loader_that_the_local_batches_do_not_make_stops_every_rank(told):
+    for answers, told_total in zip(told, (8, 4), strict=True):
+        raised = answers["wrong total"]
+        assert raised.kind == "DisagreementError"
+        assert f", {told_total}) for step 0: the ranks' local batches make 6, which is not the total" in raised.text
+
+
+def test_outputs_that_cannot_be_found_are_refused_as_soon_as_they_would_have_to_be_weighted(told):
+    for answers in told:
+        assert answers["hidden"].kind == "InvalidInputError"
+        assert "its loss cannot be weighted" in answers["hidden"].text
 
 
 def test_samples_may_be_left_out_on_one_rank(told):

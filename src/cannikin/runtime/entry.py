@@ -51,7 +51,9 @@ class BatchEntry:
         checked: whether forward's first tensor must have `local_batch` samples.
         whole: whether the local batch is all that this rank was to have, so that those of all ranks make the total;
             not so where the script has left samples out, or has a loader of its own.
-        is_told: the numbers are the script's (`use_batch`), which may count other things than the loader's samples.
+        is_told: the numbers are the script's (`use_batch`).
+        samples: the loader's own numbers, of this rank and of all, where the script's count other things, such as views
+            or tokens: times, memory and noise go by these.
         is_extra: not a batch of the loader's: one of the user's own, or the batch before once more.
         is_again: the batch before once more.
         ends_pass: whether it is the last of a pass, as far as all ranks' samples are one row.
@@ -73,6 +75,7 @@ class BatchEntry:
     checked: bool = True
     whole: bool = True
     is_told: bool = False
+    samples: tuple[int, int] | None = None
     is_extra: bool = False
     is_again: bool = False
     ends_pass: bool = False
@@ -81,9 +84,25 @@ class BatchEntry:
     load_s: float = field(default=0.0, compare=False)
     loaded_alone: bool = field(default=False, compare=False)
 
+    @property
+    def size(self) -> int:
+        """This rank's samples, by which its times and its memory are known."""
+        return self.local_batch if self.samples is None else self.samples[0]
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether this rank's share by the script's numbers is not that of its samples, which the estimate counts."""
+        if self.samples is None:
+            return False
+        by_samples = self.samples[0] * self.total_batch
+        return abs(self.local_batch * self.samples[1] - by_samples) >= 0.01 * by_samples
+
     def count_all(self) -> int:
-        """Return the samples of all ranks; of streams of their own this waits for what the others have."""
-        return self.total_batch if self.sums is None else round(added_up(self, self.sums)[1])
+        """Return the samples of all ranks; of streams of their own this waits for what the others have.
+
+        Other sums are not waited for: a script that asks in each step would count its wait as its own time.
+        """
+        return round(added_up(self, self.sums)[1]) if self.own and self.sums is not None else self.total_batch
 
 
 class BatchSource(Protocol):

@@ -78,6 +78,9 @@ class Follower(Loop):
     def _skip_to(self, inputs: Iterable[torch.Tensor]) -> None:
         self._leader._skip_to(inputs)
 
+    def _compare_told(self, previous: StepInProgress) -> None:
+        """Do nothing: the first model's numbers are this one's."""
+
     def _warn_if_unplanned(self) -> None:
         """Say nothing: the first model does."""
 

@@ -12,6 +12,7 @@ Hooks around forward, gradients and optimizer write all of it into the step in p
 from __future__ import annotations
 
 import itertools
+import math
 import time
 import warnings
 import weakref
@@ -26,10 +27,10 @@ import torch
 from cannikin.core.cutting import EpochState, least_local
 from cannikin.core.lr import Worth
 from cannikin.core.values import NO_MAX, Plan
-from cannikin.errors import BatchMatchError, InvalidInputError
+from cannikin.errors import BatchMatchError, DisagreementError, InvalidInputError
 from cannikin.runtime.coordinator import Coordinator, Happened, Unplanned
 from cannikin.runtime.device import Device
-from cannikin.runtime.entry import BatchEntry, added_up, begins_alike, different_streams
+from cannikin.runtime.entry import BatchEntry, PendingSum, added_up, begins_alike, different_streams
 from cannikin.runtime.hook import Reducer
 from cannikin.runtime.memory import MemoryGauge
 from cannikin.runtime.notice import Notices
@@ -45,6 +46,7 @@ from cannikin.runtime.weighting import (
     ParameterGradients,
     RunningStatistics,
     has_batch_norm,
+    has_tensors,
     is_inward,
     joins,
     refuse_inner_slopes,
@@ -124,6 +126,8 @@ class Loop:
         self._num_taken = 0
         self._has_skipped = False  # whether the warning about skipped batches was given
         self._seeks_alike = exchange.rank == 0  # streams of ranks' own, until they have been warned of
+        self._told: tuple[PendingSum, BatchEntry] | None = None  # numbers of use_batch() that ranks compare
+        self._num_compared = 0
         self._num_unused: int | None = 0  # gradients that no optimizer step of ours has used; None after the first one
         self._pass: dict[str, int] | None = None  # where a pass begins, until the ranks have agreed on it
         self._pass_over = False
@@ -343,7 +347,7 @@ class Loop:
         """
         step = self.current_or_next()
         self._cuts_batches = True
-        self.memory.in_hand = step.part_size = max(step.part_size, round(share * step.entry.local_batch))
+        self.memory.in_hand = step.part_size = max(step.part_size, round(share * step.entry.size))
         items = step.entry.items
         if items is not None and self._item_count is None:
             raise InvalidInputError("micro_batches() of items needs item_count= of the loader to weigh the parts")
@@ -366,7 +370,7 @@ class Loop:
         step.is_stale = False
         if self._part is None:
             check_size(step.entry, self.queue, args, kwargs, self._batch_dim)
-            if self._can_cut and self.memory.is_new(step.entry.local_batch):
+            if self._can_cut and step.entry.samples is None and self.memory.is_new(step.entry.size):
                 watch_forward(module, partial(self._run, module, step))
         if step.forward_start is None:
             step.forward_start = self._device.mark()
@@ -473,6 +477,7 @@ class Loop:
         """Finish with the step before, do what is due between ranks, and begin the next one."""
         entry, previous, scale = self._next_entry(), self.step, self._loss_scale()
         if previous is not None:
+            self._compare_told(previous)
             previous.next_scale = scale
             if previous.backward_began:
                 previous.unwatch()
@@ -489,7 +494,7 @@ class Loop:
         self._notices.begin_step(self._num_taken, self.coordinator.plan_at(entry.step))
         self._num_taken += 1
         self._warn_if_unplanned()
-        self.memory.begin_step(entry.local_batch)
+        self.memory.begin_step(entry.size)
         self._reducer.step = step
         return step
 
@@ -569,6 +574,25 @@ class Loop:
                 stacklevel=2,
             )
 
+    def _compare_told(self, previous: StepInProgress) -> None:
+        """Refuse totals that the local batches do not make, where no loader's plan is there to compare them with."""
+        if self._told is not None:
+            (sums, entry), self._told = self._told, None
+            (totals, batches, squares), num_ranks = sums.values(), self._exchange.world_size
+            is_alike = math.isclose(totals**2, num_ranks * squares, rel_tol=1e-9)  # the mean's square, and the squares'
+            if totals != num_ranks * batches or not is_alike:
+                raise DisagreementError(
+                    f"use_batch({entry.local_batch}, {entry.total_batch}) for step {entry.step}: the ranks' local "
+                    f"batches make {batches:.0f}, which is not the total that every rank was told, so that gradients "
+                    "were weighted wrongly: pass the samples of all ranks together as total"
+                )
+        counts = self._weighting != "none" and not self.coordinator.is_bound
+        if previous.synced and counts and self._num_compared < _UNPLANNED:
+            self._num_compared += 1
+            entry = previous.entry
+            total = float(entry.total_batch)
+            self._told = self._exchange.start_sum(total, entry.local_batch, total**2), entry
+
     def _warn_if_unplanned(self) -> None:
         """Say so once where a script of several ranks tells what it has drawn, and nobody tells it what to draw."""
         if self._num_taken == _UNPLANNED and not self.coordinator.is_bound and self._exchange.world_size > 1:
@@ -633,7 +657,7 @@ class Loop:
             handles = watch_outputs(output, begin)
             step.watches += handles
             num_marked = len(handles)
-        if num_marked == 0 and self._num_taken == 1:
+        if num_marked == 0 and (self._num_taken == 1 or (scale is not None and not has_tensors(output))):
             _explain_unmarked(output, needed=scale is not None)
         return output
 
@@ -735,5 +759,5 @@ def _explain_unmarked(output: Any, *, needed: bool) -> None:
     advice = "return tensors, also in lists, tuples, dicts or dataclasses"
     if needed:
         raise InvalidInputError(f"{text}, so its loss cannot be weighted: {advice}")
-    effect = "gradients are right, but this rank's time cannot be measured and nothing adapts"
+    effect = "this rank's time cannot be measured, so that nothing adapts, and batches cannot accumulate"
     warnings.warn(f"{text}: {effect}; {advice}", RuntimeWarning, stacklevel=2)

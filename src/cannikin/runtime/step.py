@@ -63,7 +63,7 @@ class StepInProgress:
     @property
     def forward_size(self) -> int:
         """Samples that went through the network at once, at most."""
-        return self.part_size or self.entry.local_batch
+        return self.part_size or self.entry.size
 
     @property
     def keeps_earlier(self) -> bool:
@@ -74,6 +74,7 @@ class StepInProgress:
         """Return this rank's part of the step's samples, or of its items, for whose sum over ranks this waits once."""
         entry = self.entry
         if entry.sums is None:
+            self.uneven_items = entry.is_uneven
             return entry.local_batch / entry.total_batch
         if self.item_total is None:
             self.item_total, self.sample_total = added_up(entry, entry.sums)

@@ -102,12 +102,14 @@ class BatchQueue:
         if self._entries and self._entries[0].checked:
             handed = self._entries[0]
             _refuse_other_total(handed, local, total)
-            said = {"total_batch": total, "items": None, "sums": None, "checked": False, "is_told": True}
+            entry = replace(handed, total_batch=total, items=None, sums=None, checked=False, is_told=True)
+            if total > handed.total_batch:  # views or tokens
+                entry = replace(entry, samples=(handed.local_batch, handed.total_batch))
             if not handed.is_padding:
-                said |= {"local_batch": local, "whole": local >= handed.local_batch}
+                entry = replace(entry, local_batch=local, whole=local >= handed.local_batch)
                 self._unsaid = None if self._unsaid is None else handed.local_batch - local
-            self._entries[0] = replace(handed, **said)  # type: ignore[arg-type]
-            return self._entries[0]
+            self._entries[0] = entry
+            return entry
         self._warn_of_slices(local)
         said = {"checked": False, "whole": False, "is_told": True, "is_extra": True}
         self.add(BatchEntry(step=self.next_step, local_batch=local, total_batch=total, **said))  # type: ignore[arg-type]

@@ -232,16 +232,25 @@ def _leads_to(parameters: set[int], nodes: list[Any]) -> bool:
     return False
 
 
+def has_tensors(output: Any) -> bool:
+    """Return whether any tensor can be found in an output."""
+    return bool(_tensors(output))
+
+
 def _with_gradient(output: Any) -> list[torch.Tensor]:
     """Return the tensors of an output that have a gradient."""
+    return [tensor for tensor in _tensors(output) if tensor.requires_grad]
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
     if isinstance(output, torch.Tensor):
-        return [output] if output.requires_grad else []
+        return [output]
     found = []
     for leaf in pytree.tree_leaves(output):
         if isinstance(leaf, torch.Tensor):
-            found += [leaf] if leaf.requires_grad else []
+            found.append(leaf)
         elif is_dataclass(leaf) and not isinstance(leaf, type):
-            found += [tensor for part in fields(leaf) for tensor in _with_gradient(getattr(leaf, part.name))]
+            found += [tensor for part in fields(leaf) for tensor in _tensors(getattr(leaf, part.name))]
     return found
 
 

@@ -54,6 +54,7 @@ _STEP = (
     "valid",
     "local_batch",
     "total_batch",
+    "size",  # the samples of the local batch, which the script may count otherwise
     "before_s",
     "load_s",
     "other_s",
@@ -160,6 +161,7 @@ def encode_steps(
     columns: dict[str, list[Any]] = {
         "valid": [record.valid and whole for record, whole in zip(records, is_whole, strict=True)],
         "local_batch": [step.entry.local_batch for step in steps],
+        "size": [step.entry.size for step in steps],
         # Totals are compared between ranks, below 0 where the script has told them; 0 is not ours to check.
         "total_batch": [_checked_total(step.entry) for step in steps],
         "accumulated": [max(1, step.accumulated) for step in steps],
@@ -234,7 +236,7 @@ def merge_windows(sent: torch.Tensor, first_step: int, num_steps: int, *, loaded
         num_buckets = 1 if layers is None else layers.compute_s.shape[-1] - layers.num_forward
     load_s, other_s = (np.where(valid, table[name], 0.0) for name in ("load_s", "other_s"))
     parts, of_shards = table["global_sqnorm"], table["shard_sqnorm"]
-    batches = np.maximum(table["local_batch"], 1).astype(np.int64)
+    batches = np.maximum(table["size"], 1).astype(np.int64)
     window = StepWindow(
         first_step=first_step,
         local_batches=batches,
