@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from training_cases import Numbered, ScriptedPlanner, TinyNet, make_model, take_step
 
 from cannikin.runtime.loader import HeteroDataLoader
-from cannikin.runtime.parallel import HeteroDataParallel
+from cannikin.runtime.parallel import HeteroDataParallel, attach
 from cannikin.runtime.passes import epoch_order
 
 SCRIPT = [(4, 2), (2, 4), (5, 1), (6, 3), (1, 5)]  # totals change too
@@ -298,6 +298,19 @@ def hidden_outputs_that_accumulate(rank: int) -> None:
             with model.no_sync() if number == 3 else nullcontext():
                 nn.functional.mse_loss(model(features).value, targets).backward()
             optimizer.step()
+
+
+def padding_under_sync_batch_norm(rank: int) -> list[str]:
+    """What is warned of in a step in which rank 1 has no samples; torch has no SyncBatchNorm on a CPU."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.Identity(), nn.Linear(3, 1))
+    ddp = nn.parallel.DistributedDataParallel(net)
+    net[1] = nn.SyncBatchNorm(3)  # DDP itself takes it on GPUs only
+    engine = attach(ddp, torch.optim.SGD(net.parameters(), lr=0.1), policy="even")
+    with collecting_warnings() as found:
+        for features, *_ in HeteroDataLoader(Numbered(1), model=engine, batch_size=2):
+            with suppress(ValueError, NotImplementedError, RuntimeError):
+                ddp(features)
+    return [warned.text for warned in found if "SyncBatchNorm" in warned.text]
 
 
 def filtered_on_one_rank(rank: int) -> int:

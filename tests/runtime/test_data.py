@@ -27,6 +27,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Subset,
+    SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
     default_collate,
@@ -713,6 +714,38 @@ def test_a_sampler_with_a_state_goes_on_from_that_of_its_pass():
     second += flat(steps_of([resumed]))
     assert first == [(index + 10) % 40 for index in range(40)]
     assert second == [(index + 1 + 20) % 40 for index in range(40)], "epoch 1, second pass"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda generator: RandomSampler(Numbers(40), generator=generator),
+        lambda generator: SubsetRandomSampler(range(40), generator=generator),
+        lambda generator: WeightedRandomSampler(torch.arange(1.0, 41.0), 50, generator=generator),
+    ],
+)
+@pytest.mark.parametrize("num_steps", [None, 3])
+def test_a_sampler_with_a_generator_of_its_own_goes_on_in_its_later_passes(make, num_steps):
+    def fresh():
+        return build(Numbers(40), [(4,)], sampler=make(torch.Generator().manual_seed(5)))
+
+    whole = fresh()
+    passes = [flat(steps_of([whole])) for _ in range(3)]
+    assert passes[0] != passes[1]
+    loader = fresh()
+    steps_of([loader])
+    second = flat(steps_of([loader], num_steps))
+    resumed = fresh()
+    resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    second += [] if num_steps is None else flat(steps_of([resumed]))
+    assert [second, flat(steps_of([resumed]))] == passes[1:]
+
+
+def test_a_damaged_state_of_a_generator_is_refused():
+    loader = build(Numbers(40), [(4,)], sampler=RandomSampler(Numbers(40), generator=torch.Generator()))
+    for damage in ("", "zz", 7, [1]):
+        with pytest.raises(StateError, match="the sampler's generator is damaged"):
+            loader.load_state_dict({**loader.state_dict(), "sampler": damage})
 
 
 def test_a_loaded_state_of_a_sampler_is_the_one_that_is_saved_again_whatever_was_read_before():

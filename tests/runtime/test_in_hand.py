@@ -43,6 +43,7 @@ SAID = {
     "measured": cases.measured_by_samples,
     "wrong total": cases.wrong_total_without_a_loader,
     "hidden": cases.hidden_outputs_that_accumulate,
+    "padding": cases.padding_under_sync_batch_norm,
     "slices": cases.slices,
     "no loader": cases.no_loader,
     "skipping": cases.skipping,
@@ -127,6 +128,12 @@ def test_outputs_that_cannot_be_found_are_refused_as_soon_as_they_would_have_to_
     for answers in told:
         assert answers["hidden"].kind == "InvalidInputError"
         assert "its loss cannot be weighted" in answers["hidden"].text
+
+
+def test_a_rank_warns_where_sync_batch_norm_counts_what_it_pads_with(told):
+    none, (text,) = values(told, "padding")
+    assert none == []
+    assert text.startswith("rank 1 has no samples in step 0")
 
 
 def test_samples_may_be_left_out_on_one_rank(told):

@@ -29,7 +29,7 @@ from cannikin.runtime.entry import BatchEntry
 from cannikin.runtime.loop import Loop
 from cannikin.runtime.options import DataLoaderOptions, LoaderOptions, check_names, engine_of
 from cannikin.runtime.passes import CutStep, IndexSource, OverPasses, Passes, Source, job_of, refusing
-from cannikin.runtime.streams import CommonStream, OwnStream, list_fingerprint
+from cannikin.runtime.streams import CommonStream, OwnStream, list_fingerprint, restore_sampler, sampler_state
 from cannikin.runtime.taken_apart import keywords_of
 
 ADVICE = {
@@ -227,17 +227,18 @@ class HeteroDataLoader(OverPasses):
         """
         place = None if self._feed is None else self._feed.place
         state = self._bookmark.state_dict(place)
-        if hasattr(self._order, "state_dict"):
+        now = sampler_state(self._order)
+        if now is not None:
             is_inside = not self._bookmark.is_set and (place is not None or state["position"])
             begun = self._source.begun if is_inside and isinstance(self._source, CommonStream) else None
-            state["sampler"] = self._order.state_dict() if begun is None else begun
+            state["sampler"] = now if begun is None else begun
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned: the next `iter()` begins at the next sample."""
         super().load_state_dict(state)
-        if "sampler" in state and hasattr(self._order, "load_state_dict"):
-            self._order.load_state_dict(state["sampler"])
+        if "sampler" in state:
+            restore_sampler(self._order, state["sampler"])
 
     @property
     def sampler(self) -> Order:

@@ -49,6 +49,7 @@ from cannikin.runtime.weighting import (
     has_tensors,
     is_inward,
     joins,
+    mixes_ranks,
     refuse_inner_slopes,
     scale_inputs,
     scale_outputs,
@@ -117,6 +118,7 @@ class Loop:
         self._part: Part | None = None  # the micro-batch in hand
         self._own: set[int] = set()  # the module's parameters
         self._gradients = ParameterGradients()
+        self._counts_padding = False  # in statistics over all ranks, which only the module knows to make
         self._least_part = 1  # samples of a batch that is cut into parts
         self._batch_dim, self._slicer = batch_dim, Slicer(batch_dim)
         self._has_marked_inputs = False  # whether the last forward's inputs were marked
@@ -144,6 +146,7 @@ class Loop:
         module.register_forward_hook(not_compiled(self._after_forward))
         self._own = {id(parameter) for parameter in module.parameters()}
         self._least_part = least_local(has_batch_norm(module))
+        self._counts_padding = mixes_ranks(module)
         for rates in self._update.rates:
             self._watch_optimizer(rates.optimizer)
 
@@ -494,6 +497,7 @@ class Loop:
         self._notices.begin_step(self._num_taken, self.coordinator.plan_at(entry.step))
         self._num_taken += 1
         self._warn_if_unplanned()
+        self._warn_of_padding(entry)
         self.memory.begin_step(entry.size)
         self._reducer.step = step
         return step
@@ -570,6 +574,18 @@ class Loop:
                 "begin with the same samples on all of them, so that every sample is trained on once per rank: give "
                 "each rank a part, such as files[rank::world_size] or a shuffle by a seed of its own; or, where all "
                 "read the same stream, leave sharded=True out, and each is given its slice",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _warn_of_padding(self, entry: BatchEntry) -> None:
+        """Say so once where samples that count for nothing enter statistics that we do not make."""
+        if entry.is_padding and self._counts_padding:
+            self._counts_padding = False
+            warnings.warn(
+                f"rank {self._exchange.rank} has no samples in step {entry.step} and takes part with others' in its "
+                "place, which SyncBatchNorm counts all the same, so that its statistics and gradients are off in such "
+                "steps: pass drop_last=True, or shards of equal length, so that every rank has samples",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -237,6 +237,30 @@ def _mixed(seed: int, epoch: int) -> int:
     return int(mixed) % 2**63
 
 
+def sampler_state(sampler: Any) -> Any:
+    """Return what a sampler says of itself, or else the state of its own generator; None where it has neither."""
+    if hasattr(sampler, "state_dict"):
+        return sampler.state_dict()
+    generator = getattr(sampler, "generator", None)
+    return bytes(generator.get_state().tolist()).hex() if isinstance(generator, torch.Generator) else None
+
+
+def restore_sampler(sampler: Any, state: Any) -> None:
+    """Give a sampler back what `sampler_state` returned."""
+    if hasattr(sampler, "load_state_dict"):
+        sampler.load_state_dict(state)
+        return
+    generator = getattr(sampler, "generator", None)
+    if not isinstance(generator, torch.Generator):
+        return
+    try:
+        generator.set_state(torch.tensor(list(bytes.fromhex(state)), dtype=torch.uint8))
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise StateError(
+            f"the saved state of the sampler's generator is damaged ({error}): load an older one"
+        ) from None
+
+
 class CommonStream:
     """Samples that all ranks read alike: steps come with this rank's slice.
 
@@ -265,8 +289,8 @@ class CommonStream:
             randomness = nullcontext()
         if self._generator is not None:
             self._generator.manual_seed(_mixed(self._seed, state.epoch))
-        if self._owner is self._reader and hasattr(self._owner, "state_dict"):
-            self.begun = self._owner.state_dict()
+        if self._owner is self._reader:
+            self.begun = sampler_state(self._owner)
         with randomness:
             stream = _open(self._owner, self._reader, state.epoch)
             _skip(stream, state.position)

@@ -45,7 +45,7 @@ def choose_weighting(weighting: str, wrapped: torch.nn.Module) -> tuple[str, str
         raise InvalidInputError(f"weighting={weighting!r} is unknown: choose one of {', '.join(WEIGHTINGS)}")
     if weighting != "auto":
         return weighting, f"weighting={weighting!r} as asked"
-    if any(isinstance(m, torch.nn.SyncBatchNorm) for m in network(wrapped).modules()):
+    if mixes_ranks(network(wrapped)):
         return "loss", "weighting='loss', because SyncBatchNorm mixes ranks in backward"
     return "hook", "weighting='hook': gradients are weighted by local over total batch where they are reduced"
 
@@ -259,6 +259,11 @@ def _storage(tensor: torch.Tensor) -> int:
     with suppress(RuntimeError):
         return tensor.untyped_storage().data_ptr()
     return id(tensor)
+
+
+def mixes_ranks(module: torch.nn.Module) -> bool:
+    """Return whether SyncBatchNorm normalises by the statistics of all ranks."""
+    return any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules())
 
 
 def has_batch_norm(module: torch.nn.Module) -> bool:
