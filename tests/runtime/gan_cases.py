@@ -168,6 +168,20 @@ def accumulating_batches(gan: Gan) -> None:
             gan.opt_d.zero_grad()
 
 
+def in_parts(gan: Gan) -> None:
+    """The generator's batch in parts, of which ranks may have different numbers, each through the discriminator."""
+    for real, noise in gan.batches:
+        gan.opt_d.zero_grad()
+        with torch.no_grad():
+            fake = gan.gen(noise)
+        (softplus(-gan.disc(real)).mean() + softplus(gan.disc(fake)).mean()).backward()
+        gan.opt_d.step()
+        gan.opt_g.zero_grad()
+        for part in gan.gen.micro_batches(noise, num_parts=2) if gan.ranked else [noise]:
+            softplus(-gan.disc(gan.gen(part))).mean().backward()
+        gan.opt_g.step()
+
+
 def ahead(gan: Gan) -> None:
     gan.batches = itertools.islice(gan.batches, FEED.num_batches - 1)  # the feed itself ends by break
     generator_first(gan)
@@ -188,6 +202,7 @@ LOOPS: dict[str, Callable[[Gan], None]] = {
     "two steps of the discriminator": two_steps,
     "accumulation": accumulating,
     "accumulation over batches": accumulating_batches,
+    "the generator in parts": in_parts,
 }
 AHEAD = {"generator first": ahead, "discriminator first": ahead_discriminator_first}
 FEED = Loaded(totals=(12, 16, 14))

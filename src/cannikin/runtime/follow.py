@@ -8,7 +8,9 @@ first model's steps.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +38,17 @@ class Follower(Loop):
         super().__init__(**parts)
         self._leader = leader
         self.memory = MemoryGauge(None)  # the first model's gauge sees the memory of both
+
+    def register(self, module: torch.nn.Module) -> None:
+        """Set the hooks, and let the first model hold this one's reductions back with its own (`micro_batches`)."""
+        super().register(module)
+        reference = weakref.ref(module)
+
+        def no_sync() -> AbstractContextManager[None]:
+            kept = reference()
+            return nullcontext() if kept is None else self._reducer.no_sync(kept)
+
+        self._leader.followers.append(no_sync)
 
     @property
     def coordinator(self) -> Unplanned | Coordinator:

@@ -17,7 +17,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -133,6 +133,7 @@ class Loop:
         self._num_unused: int | None = 0  # gradients that no optimizer step of ours has used; None after the first one
         self._pass: dict[str, int] | None = None  # where a pass begins, until the ranks have agreed on it
         self._pass_over = False
+        self.followers: list[Callable[[], AbstractContextManager[None]]] = []  # their no_sync
         self.watcher: StepWatcher | None = None  # a Snapshot, or a RayRun
         self._may_be_over = False  # the pass, as far as is known before a batch is read
 
@@ -338,10 +339,19 @@ class Loop:
             for start, end, share in cuts:
                 part = self._slicer.cut(batch, start, end)
                 self._begin_part(part, share, synced=synced)
-                with nullcontext() if end == size and share else self._reducer.no_sync(module):
+                with nullcontext() if end == size and share else self.without_sync(module):
                     yield part
         finally:
             self._part = None
+
+    @contextmanager
+    def without_sync(self, module: Any) -> Iterator[None]:
+        """Let gradients of this module pile up, and those of models that follow it and may be part of its loss."""
+        with ExitStack() as stack:
+            stack.enter_context(self._reducer.no_sync(module))
+            for follower in self.followers:
+                stack.enter_context(follower())
+            yield
 
     def _begin_part(self, part: Any, share: float, *, synced: bool) -> None:
         """Let the next forward take this part, a share of the batch in hand; 0 where it only keeps others company.
