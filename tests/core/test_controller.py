@@ -418,19 +418,13 @@ def test_a_saved_controller_goes_on_exactly_as_the_first_would_have(num_steps: i
         plan = decision.plan
 
 
-def test_a_state_that_has_the_phase_in_its_plan_is_read_too() -> None:
+@pytest.mark.parametrize("name", ["learner", "plan", "phase", "sizes", "steady_since", "max_batch", "ran"])
+def test_a_state_that_lacks_something_is_refused_by_its_name(name: str) -> None:
     job = Job(num_ranks=2, batch_size=32)
-    training = started(job, 0)
-    training.run(cluster_of([1.0, 0.5]), 5)
-    assert training.decision.phase == "guess"
-    state = json.loads(json.dumps(training.planner.state_dict()))
-    for newer in ("phase", "ran", "max_batch"):
-        del state[newer]
-    state["plan"] |= {"phase": "inverse", "micro_batches": [1, 1]}
-    older = Controller(job)
-    older.load_state_dict(state)
-    decision = older.decide(None, job, 5)
-    assert (decision.phase, decision.plan) == ("guess", training.plans[-1])
+    state = Controller(job).state_dict()
+    del state[name]
+    with pytest.raises(StateError, match=f"KeyError: '{name}'"):
+        Controller(job).load_state_dict(state)
 
 
 def test_on_another_number_of_ranks_the_noise_scale_and_the_total_batch_are_kept() -> None:

@@ -309,10 +309,8 @@ def test_a_device_that_has_gone_is_remembered_until_one_of_its_name_is_there_aga
     alone = learned().with_ranks([1]).state_dict()
     assert find_origins(alone, [B], [B, T4], [None, gone["T4"]], saved_s=200.0) == [0, gone["T4"]]
     assert find_departed(alone, [B], [B, T4], gone, saved_s=200.0).keys() == {"L4"}
-    assert find_departed(state, [], [B], earlier, saved_s=100.0) == earlier  # of a state that names no devices
 
 
-def test_an_older_state_goes_by_number_where_ranks_are_as_many_and_else_by_profiles() -> None:
-    state, profile = learned().state_dict(), stored(0, saved_s=1.0)
-    assert find_origins(state, [], [T4, A, B], [profile] * 3, saved_s=0.0) == [0, 1, 2]
-    assert find_origins(state, [], [T4, A], [profile, None], saved_s=0.0) == [profile, None]
+def test_a_state_that_names_other_devices_than_it_has_ranks_is_refused() -> None:
+    with pytest.raises(StateError, match="names 2 devices of 3 ranks"):
+        find_origins(learned().state_dict(), [A, B], [A, B, T4], [None] * 3, saved_s=0.0)

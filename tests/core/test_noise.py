@@ -474,21 +474,6 @@ def test_a_state_through_json_continues_bit_for_bit():
     assert first.limits == second.limits
 
 
-def test_a_state_from_before_sizes_and_samples_were_kept_goes_on_too():
-    tracker, newer = NoiseTracker(initial_batch=32), {"samples_passed", "size_weight", "log_size"}
-    feed(tracker, (8, 24), *gaussian_norms((8, 24), 100, np.random.default_rng(17)))
-    state = tracker.state_dict()
-    older = {
-        part: {k: v for k, v in state[part].items() if k not in newer} for part in ("control", "averages", "steps")
-    }
-    second = NoiseTracker(initial_batch=32)
-    second.load_state_dict(older)
-    assert second.noise_scale == tracker.noise_scale
-    for each in (tracker, second):
-        feed(each, (8, 24), *gaussian_norms((8, 24), 50, np.random.default_rng(18)))
-    assert second.noise_scale == pytest.approx(tracker.noise_scale, rel=0.1)
-
-
 @pytest.mark.parametrize(
     ("part", "name", "value"),
     [

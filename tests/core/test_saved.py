@@ -104,11 +104,12 @@ def test_no_mutated_state_ends_badly(state: dict[str, Any]) -> None:
     ],
 )
 def test_an_engines_state_with_numbers_that_cannot_be_is_refused(damage: dict[str, Any]) -> None:
-    good = {"version": 1, "progress": 9.0, "optimizer_steps": 9.0, "forgone": 0.0, "num_steps": 9, "planner": None}
+    counts = {"progress": 9.0, "optimizer_steps": 9.0, "forgone": 0.0, "num_steps": 9, "batch_size": 4}
+    good = {"version": 1, **counts, "pass_steps": None, "saved_s": 0.0, "planner": {}}
     assert read_engine_state(good).progress.batches == 9.0
     with pytest.raises(StateError):
         read_engine_state({**good, **damage})
-    for name in ("progress", "planner"):
+    for name in (*counts, "pass_steps", "saved_s", "planner"):
         with pytest.raises(StateError, match=name):
             read_engine_state({key: value for key, value in good.items() if key != name})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import time
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -12,13 +13,15 @@ from coordination_cases import SCRIPT, build
 from told import Warned, collecting_warnings
 from torch import nn
 from torch.utils.data import DataLoader
-from training_cases import Kept, Numbered, ScriptedPlanner, Step, TinyNet, make_model, one_epoch, take_step
+from training_cases import Numbered, ScriptedPlanner, Step, TinyNet, make_model, one_epoch, take_step
 
+from cannikin.core.devices import DeviceId
 from cannikin.core.noise.tracker import NoiseTracker
 from cannikin.core.policies.cannikin import Controller
 from cannikin.core.policies.plans import make_plan, save_plan
 from cannikin.core.values import Job
 from cannikin.runtime.batch_sampler import HeteroBatchSampler
+from cannikin.runtime.device import Cpu
 from cannikin.runtime.loader import HeteroDataLoader
 from cannikin.runtime.parallel import HeteroDataParallel, attach
 from cannikin.runtime.update import by_progress
@@ -35,7 +38,10 @@ def state_at_a_larger_batch() -> dict[str, Any]:
     planner = controller.state_dict()
     plan = save_plan(make_plan(90, (8, 4), reason="as saved"))
     planner |= {"noise": noise.state_dict(), "plan": plan, "phase": "optperf"}
-    return {"version": 1, "progress": 100.0, "planner": planner}
+    counts = {"progress": 100.0, "optimizer_steps": 100.0, "forgone": 0.0, "num_steps": 0, "batch_size": 6}
+    device = asdict(DeviceId(name=Cpu().name))
+    found = {"devices": [device] * 2, "departed": {}, "saved_s": 0.0}
+    return {"version": 1, **counts, "pass_steps": None, **found, "planner": planner}
 
 
 def resumed(rank: int, *, before_the_loader: bool) -> tuple[float, list[float], list[float]]:
@@ -191,17 +197,6 @@ def largest_forward(rank: int) -> list[int]:
         optimizer.step()
         heard.append(model.engine.loop.memory.largest)
     return heard
-
-
-def changes_of_an_earlier_run(rank: int) -> list[str]:
-    """The texts of events in a run that resumes one in which a rank had become slower."""
-    state, observer = state_at_a_larger_batch(), Kept()
-    state["planner"]["learner"].update(changes=[[1000, 1, 2.0]], num_changes=1)  # as older states have them
-    model, optimizer = make_model(observers=[observer])
-    model.engine.load_state_dict(state)
-    loader = HeteroDataLoader(Numbered(240), model=model, batch_size=6, max_batch_size=24)
-    one_epoch(model, optimizer, loader)
-    return [record.text for record in observer.records if hasattr(record, "text") and "times as long" in record.text]
 
 
 def item_sums_left_over(rank: int) -> float:

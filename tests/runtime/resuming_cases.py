@@ -58,12 +58,10 @@ def learn(rank: int, folder: str) -> dict[str, Any]:
 def three_ranks(rank: int, world_size: int, folder: str) -> dict[str, Begun]:
     state = learn(rank, folder)
     moved, own = f"card {(rank + 1) % 3}", f"card {rank}"
-    older = {name: value for name, value in state.items() if name not in ("devices", "saved_s", "batch_size")}
     return {
         "same": begin(own, state),
         "moved": begin(moved, state),
         "moved, loaded late": begin(moved, state, before=False),
-        "moved, older state": begin(moved, older),
         "smaller batch": begin(own, state, batch_size=14),
         "smaller batch, loaded late": begin(own, state, batch_size=14, before=False),
         "bounded": begin(own, state, local_bounds=(1, 13)),
@@ -73,13 +71,12 @@ def three_ranks(rank: int, world_size: int, folder: str) -> dict[str, Begun]:
 def two_ranks(rank: int, world_size: int, folder: str) -> dict[str, Begun]:
     state = json.loads(Path(folder, STATE).read_text())
     profiles = os.path.join(folder, PROFILES)
-    older = {name: value for name, value in state.items() if name not in ("devices", "saved_s", "batch_size")}
     forgetful = state | {"devices": [device | {"name": "another"} for device in state["devices"]]}
     return {
         "fewer": begin(("card 2", "card 0")[rank], state),
         "of a kind": begin("card 1", state),
-        "older state": begin(("card 2", "card 0")[rank], older),
-        "older state, profiles": begin(("card 2", "card 0")[rank], older, profiles=profiles),
+        "other devices": begin(("card 2", "card 0")[rank], forgetful),
+        "other devices, profiles": begin(("card 2", "card 0")[rank], forgetful, profiles=profiles),
         "other devices, profiles, loaded late": begin(
             ("card 2", "card 0")[rank], forgetful, profiles=profiles, before=False
         ),

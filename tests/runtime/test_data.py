@@ -34,7 +34,6 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from cannikin.core.ordering import NUM_STORED
 from cannikin.core.values import Job
 from cannikin.errors import InvalidInputError, StateError
 from cannikin.runtime.batch_sampler import HeteroBatchSampler
@@ -251,38 +250,6 @@ def test_the_first_batches_of_ten_thousand_million_shuffled_samples_take_no_memo
     assert peak_bytes < 2**20
 
 
-def test_a_state_of_an_older_version_goes_on_in_its_stored_order_to_the_end_of_the_epoch():
-    length, done = NUM_STORED + 1000, 400_000
-    older, newer = (
-        epoch_order(length, seed=3, epoch=4, shuffle=True, stored=stored).tolist() for stored in (True, False)
-    )
-    following = epoch_order(length, seed=3, epoch=5, shuffle=True).tolist()
-    state = {"epoch": 4, "position": done, "num_samples": length, "seed": 3, "shuffle": 1}
-    seen = older[:done]
-    for script in ([(200_000,)], [(300_000,)]):  # saved and resumed once more in the same epoch
-        sampler = HeteroBatchSampler(length, model=ScriptedFeed(script, 0), batch_size=2, seed=3)
-        sampler.load_state_dict(state)
-        batches = iter(sampler)
-        seen += next(batches)
-        state = sampler.state_dict()
-        batches.close()
-    assert state["shuffle"] == 1
-    sampler = HeteroBatchSampler(length, model=ScriptedFeed([(300_000,)], 0), batch_size=2, seed=3)
-    sampler.load_state_dict(state)
-    seen += flat(sampler)
-    assert seen == older
-    assert older != newer
-    assert sampler.state_dict()["shuffle"] == 2
-    assert flat(sampler) == following
-
-
-def test_a_state_of_an_older_version_between_epochs_begins_in_the_new_order():
-    length = NUM_STORED + 10
-    sampler = HeteroBatchSampler(length, model=ScriptedFeed([(length,)], 0), batch_size=2)
-    sampler.load_state_dict({"epoch": 1, "position": 0, "num_samples": length, "seed": 0, "shuffle": 1})
-    assert flat(sampler) == epoch_order(length, seed=0, epoch=1, shuffle=True).tolist()
-
-
 # Short batches and padding
 
 
@@ -485,12 +452,6 @@ def test_a_loop_that_counts_from_the_resumed_epoch_trains_no_epoch_twice(drop_la
     resumed.load_state_dict(states[-1])
     passes = [(resumed.epoch, len(list(resumed))) for _ in range(resumed.epoch, 3)]
     assert passes == [(1, len(places)), (2, len(places))]
-
-
-def test_a_state_that_an_older_version_saved_at_the_last_batch_says_the_next_epoch():
-    loader = build(Numbers(10), [(4,)])
-    loader.load_state_dict({**loader.state_dict(), "position": 10})
-    assert (loader.epoch, loader.state_dict()["position"]) == (1, 0)
 
 
 def test_a_state_is_a_few_plain_numbers():

@@ -32,7 +32,6 @@ CASES = {
     "copied": cases.copied,
     "scaler off": cases.scaler_that_is_off,
     "parts": cases.largest_forward,
-    "earlier changes": cases.changes_of_an_earlier_run,
     "item sums": cases.item_sums_left_over,
     "attached": cases.attached_policy,
     "profiles": partial(cases.profiles_of_a_policy_without, path="profiles-of-nobody.json"),
@@ -112,12 +111,6 @@ def test_norms_are_taken_under_a_scaler_that_is_off(told):
 
 def test_memory_is_learned_from_what_goes_through_the_network_at_once(told):
     assert values(told, "parts") == [[2] * 4, [1] * 4]
-
-
-def test_a_resumed_run_tells_nothing_that_happened_before_it(told):
-    (texts, nothing) = values(told, "earlier changes")
-    assert not [text for text in texts if "2.00 times" in text]
-    assert nothing == []
 
 
 def test_no_sum_of_items_is_under_way_once_the_iterator_has_ended(told):

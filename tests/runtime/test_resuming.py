@@ -41,10 +41,6 @@ def test_where_ranks_have_changed_places_each_device_keeps_its_share(three):
         assert three[0][name].local_batches == (middle, slow, fast)
 
 
-def test_a_state_that_does_not_name_its_devices_goes_by_rank_number(three):
-    assert three[0]["moved, older state"].local_batches == three[0]["same"].local_batches
-
-
 def test_a_new_batch_size_counts_and_progress_is_counted_in_it(three):
     for name in ("smaller batch", "smaller batch, loaded late"):
         begun = three[0][name]
@@ -68,8 +64,8 @@ def test_on_fewer_ranks_the_devices_that_are_left_share_the_batch_by_what_is_kno
     assert two[0]["of a kind"].local_batches == (TOTAL // 2, TOTAL // 2)
 
 
-def test_an_older_state_on_another_number_of_ranks_begins_even_or_with_stored_profiles(two):
-    assert two[0]["older state"].local_batches == (TOTAL // 2, TOTAL // 2)
-    for name in ("older state, profiles", "other devices, profiles, loaded late"):
+def test_devices_that_the_state_does_not_know_begin_alike_or_with_stored_profiles(two):
+    assert two[0]["other devices"].local_batches == (TOTAL // 2, TOTAL // 2)
+    for name in ("other devices, profiles", "other devices, profiles, loaded late"):
         slow, fast = two[0][name].local_batches
         assert fast > 2 * slow

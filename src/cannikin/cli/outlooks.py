@@ -117,7 +117,7 @@ def _read_profiles(path: Path, key: str) -> dict[str, dict[str, Any]]:
     if not path.is_file():
         raise InvalidInputError(f"--profiles {path}: there is no such file; give what the script has as profiles=")
     if not key:
-        raise InvalidInputError(f"--profiles {path}: the log, of an older version, does not say which model ran")
+        raise InvalidInputError(f"--profiles {path}: the log does not say which model ran, as that of a real run does")
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         try:

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from cannikin.core.ordering import NUM_STORED
 from cannikin.core.values import NO_MAX, Job
 from cannikin.errors import InvalidInputError, StateError
 
@@ -23,16 +22,6 @@ Bounds = tuple[int | None, int | None] | Sequence[tuple[int | None, int | None]]
 
 MAX_SEED = 2**63 - 1
 """Seeds travel between ranks as 64-bit integers."""
-
-
-_IN_ORDER, _STORED, _BY_POSITION = range(3)  # `shuffle` in a loader's state; older versions refuse the last
-
-
-def _kind_of_order(num_samples: int | None, shuffle: bool) -> int:
-    """Return how samples are ordered."""
-    if not shuffle:
-        return _IN_ORDER
-    return _STORED if num_samples is None or num_samples <= NUM_STORED else _BY_POSITION
 
 
 def least_local(has_batch_norm: bool) -> int:
@@ -243,15 +232,13 @@ def _bounds(bounds: Bounds | None, num_ranks: int, default_low: int) -> tuple[tu
 class EpochState:
     """A place in the data: `position` samples of epoch `epoch` have been handed out, over all ranks.
 
-    Where each rank has a stream of its own, `shards` has how many of each, also where it had no more. `stored`
-    is whether it is one in a stored order, as older versions had for datasets of any size, `is_last` whether nothing of
-    the epoch is left to hand out.
+    Where each rank has a stream of its own, `shards` counts the samples asked of each stream, including those that an
+    ended stream no longer had. `is_last` is whether nothing of the epoch is left to hand out.
     """
 
     epoch: int = 0
     position: int = 0
     shards: tuple[int, ...] = ()
-    stored: bool = False
     is_last: bool = False
 
 
@@ -276,7 +263,7 @@ class Bookmark:
         self._identity = {
             "num_samples": -1 if num_samples is None else num_samples,
             "seed": whole_number("seed", seed, low=0, high=MAX_SEED),
-            "shuffle": _kind_of_order(num_samples, shuffle),
+            "shuffle": int(shuffle),
             **({"sharded": 1} if sharded else {}),
         }
         self.next = EpochState()
@@ -337,8 +324,7 @@ class Bookmark:
         place = self._saved if place is None or self.is_set else place
         place = EpochState(epoch=place.epoch + 1) if place.is_last else place
         shards = {"shards": list(place.shards)} if place.shards else {}
-        stored = {"shuffle": _STORED} if place.stored else {}
-        return {"epoch": place.epoch, "position": place.position, **shards, **self._identity, **stored}
+        return {"epoch": place.epoch, "position": place.position, **shards, **self._identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned, on any number of ranks."""
@@ -349,10 +335,8 @@ class Bookmark:
         missing = sorted({"epoch", "position", *self._identity} - set(state))
         if missing:
             raise StateError(f"the loader's state lacks {', '.join(missing)}: load what loader.state_dict() returned")
-        # A run of an older version goes on in its own order to the end of the epoch.
-        stored = (state["shuffle"], self._identity["shuffle"]) == (_STORED, _BY_POSITION)
         for name, own in self._identity.items():
-            if state[name] != own and not (name == "shuffle" and stored):
+            if state[name] != own:
                 raise StateError(
                     f"the saved {name}={state[name]} is not this loader's {own}: the saved position is one in another "
                     f"order of samples; build the loader as it was, or leave its state out to begin afresh"
@@ -365,8 +349,5 @@ class Bookmark:
             shards = tuple(whole_number("saved shards", number, low=0) for number in state.get("shards", ()))
         except (InvalidInputError, TypeError) as error:
             raise StateError(f"{error}: the state is damaged or not of a loader") from None
-        if position == length:  # saved by an older version at an epoch's last batch
-            epoch, position = epoch + 1, 0
-        stored = stored and position > 0
-        self.next = self._saved = EpochState(epoch=epoch, position=position, shards=shards, stored=stored)
+        self.next = self._saved = EpochState(epoch=epoch, position=position, shards=shards)
         self.is_set = True

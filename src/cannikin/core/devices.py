@@ -17,6 +17,7 @@ from cannikin.core.learner import Learner
 from cannikin.core.prior import DataSheet, first_shares
 from cannikin.core.profiles import Profile, save_profiles
 from cannikin.core.values import NO_MAX
+from cannikin.errors import StateError
 
 Origin = int | Profile | None
 """What is known of a rank's device: it was the saved rank of this number, or it has this profile, or nothing is."""
@@ -78,15 +79,13 @@ def find_origins(
 
     Args:
         state: of a `Controller`.
-        saved, present: the devices of the saved ranks and of the present ones. A state of an older version has none:
-            then ranks go by number where they are as many, and else by their profiles.
+        saved, present: the devices of the saved ranks and of the present ones.
         profiles: of the present devices, with `saved_s`, `host` and `uuid` beside what `Controller.profiles` returns.
         saved_s: when the state was saved, by the clock that stamps profiles.
     """
-    num_saved = len(state["plan"]["local_batches"])
-    if len(saved) != num_saved:
-        return list(range(num_saved)) if num_saved == len(present) else list(profiles)
     measured = _profiles_of(state)
+    if len(saved) != len(measured):
+        raise StateError(f"the state names {len(saved)} devices of {len(measured)} ranks: it is damaged")
     origins: list[Origin] = []
     for was, device, profile in zip(match_devices(saved, present), present, profiles, strict=True):
         better = was is None
@@ -111,10 +110,9 @@ def find_departed(
         before: those that were not there either when the state was saved.
     """
     known = dict(before)
-    if len(saved) == len(state["plan"]["local_batches"]):
-        for device, profile in reversed(list(zip(saved, _profiles_of(state), strict=True))):
-            if profile is not None:
-                known[device.name] = {**profile, "saved_s": saved_s, "host": device.host, "uuid": device.uuid}
+    for device, profile in reversed(list(zip(saved, _profiles_of(state), strict=True))):
+        if profile is not None:
+            known[device.name] = {**profile, "saved_s": saved_s, "host": device.host, "uuid": device.uuid}
     there = {device.name for device in present}
     return {name: profile for name, profile in known.items() if name not in there}
 
@@ -127,7 +125,7 @@ def _profiles_of(state: dict[str, Any]) -> list[Profile | None]:
 
 
 def _stored_s(profile: Profile) -> float:
-    """Return when a profile was stored; those of older versions have not said it, and are older than any state."""
+    """Return when a profile was stored; one whose file does not say it is older than any state."""
     stored_s = profile.get("saved_s")
     return float(stored_s) if isinstance(stored_s, int | float) else 0.0
 

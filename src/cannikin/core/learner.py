@@ -465,12 +465,8 @@ class Learner:
         if state.get("num_ranks") != self.num_ranks:
             raise StateError(f"state of {state.get('num_ranks')} ranks loaded into a learner of {self.num_ranks}")
         self.noise = number("noise", state["noise"], high=_LIMITS["_rank_noise"][1])
-        if "loading" in state:  # older states have none
-            self.loading.load_state_dict(state["loading"])
-        if "layers" in state:  # older states have none
-            self.layers.load_state_dict(state["layers"])
-        missing = {"_present": [0.0] * self.num_ranks, "doubted": [], "num_steps": _YOUNG_STEPS[-1]}
-        state = {**missing, **state}  # older states have none of these
+        self.loading.load_state_dict(state["loading"])
+        self.layers.load_state_dict(state["layers"])
         self.num_steps = whole("num_steps", state["num_steps"])
         self._doubted = {whole("doubted", rank) for rank in state["doubted"]} & set(range(self.num_ranks))
         buckets = whole("num_buckets", state["num_buckets"])

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 NUM_STORED = 2**20
-"""Up to so many samples an order is stored, in 8 MB at most: exactly random, and as in states of older versions."""
+"""Up to so many samples an order is stored, in 8 MB at most: exactly random."""
 
 _HALF = np.uint64(32)  # bits
 _NUM_ROUNDS = 8  # 4 can be told from a random order, 5 could not (benchmarks/reports): some to spare

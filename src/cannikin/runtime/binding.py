@@ -140,19 +140,19 @@ def restore_planner(
         return
     stored = profiles or [None] * len(ranks)
     with plans.restoring("controller"):
-        departed = state.get("departed", {})
+        departed = state["departed"]
         origins = find_origins(
             state["planner"],
             _devices_of(state),
             [device_id(rank) for rank in ranks],
             [departed.get(rank.device) if found is None else found for rank, found in zip(ranks, stored, strict=True)],
-            saved_s=float(state.get("saved_s", 0.0)),
+            saved_s=float(state["saved_s"]),
         )
     planner.load_state_dict(state["planner"], origins)
 
 
 def _devices_of(state: dict[str, Any]) -> list[DeviceId]:
-    return [DeviceId(**saved) for saved in state.get("devices", [])]  # older states have none
+    return [DeviceId(**saved) for saved in state["devices"]]
 
 
 def departed_devices(planner: Planner, state: dict[str, Any], ranks: Sequence[RankInfo]) -> dict[str, Profile]:
@@ -160,9 +160,8 @@ def departed_devices(planner: Planner, state: dict[str, Any], ranks: Sequence[Ra
     if not isinstance(planner, Controller):
         return {}
     with plans.restoring("controller"):
-        present, before = [device_id(rank) for rank in ranks], state.get("departed", {})
-        saved_s = float(state.get("saved_s", 0.0))
-        return find_departed(state["planner"], _devices_of(state), present, before, saved_s=saved_s)
+        present, saved_s = [device_id(rank) for rank in ranks], float(state["saved_s"])
+        return find_departed(state["planner"], _devices_of(state), present, state["departed"], saved_s=saved_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,30 +175,30 @@ class EngineState:
 def read_engine_state(state: dict[str, Any]) -> EngineState:
     """Return what `Engine.state_dict` saved, checked; raise StateError where it is damaged."""
     with plans.restoring("cannikin engine"):
-        batches = number("progress", state["progress"])
         progress = Progress(
-            batches=batches,
-            steps=number("optimizer_steps", state.get("optimizer_steps", batches)),
-            forgone=number("forgone", state.get("forgone", 0.0)),
+            batches=number("progress", state["progress"]),
+            steps=number("optimizer_steps", state["optimizer_steps"]),
+            forgone=number("forgone", state["forgone"]),
         )
-        for name in ("batch_size", "pass_steps"):  # older states have neither
-            if state.get(name) is not None:
-                whole(name, state[name], 1)
-        number("saved_s", state.get("saved_s", 0.0))
+        if state["planner"] is not None:  # else it had no loader, or follows another engine
+            whole("batch_size", state["batch_size"], 1)
+        if state["pass_steps"] is not None:
+            whole("pass_steps", state["pass_steps"], 1)
+        number("saved_s", state["saved_s"])
         if not isinstance(state["planner"], dict | None):
             raise StateError(f"saved planner={state['planner']!r:.200} is no state: load what state_dict() returned")
-        return EngineState(progress=progress, num_steps=whole("num_steps", state.get("num_steps", 0)))
+        return EngineState(progress=progress, num_steps=whole("num_steps", state["num_steps"]))
 
 
 def batch_ratio(state: dict[str, Any], job: Job) -> float:
     """Return how many of this job's initial batches make one of those in which an engine saved its progress.
 
-    By batches per pass where these are known, so that whole passes stay whole. Older states have neither.
+    By batches per pass where these are known, so that whole passes stay whole.
     """
-    before, now = state.get("pass_steps"), job.pass_steps
+    before, now = state["pass_steps"], job.pass_steps
     if before and now:
         return float(now / before)
-    return float((state.get("batch_size") or job.batch_size) / job.batch_size)
+    return float(state["batch_size"] / job.batch_size)
 
 
 def device_id(rank: RankInfo) -> DeviceId:

@@ -69,13 +69,10 @@ def job_of(engine: Engine, num_samples: int | None, batch_size: int, options: Lo
     return job
 
 
-def epoch_order(
-    num_samples: int, *, seed: int, epoch: int, shuffle: bool, stored: bool = False
-) -> torch.Tensor | IndexOrder:
+def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> torch.Tensor | IndexOrder:
     """Return the samples' order in an epoch, the same on every rank, by position: slice it.
 
-    Orders of up to `NUM_STORED` samples are stored; others are computed where they are needed, unless `stored` asks for
-    what older versions had.
+    Orders of up to `NUM_STORED` samples are stored; others are computed where they are needed.
 
     Examples:
         >>> epoch_order(4, seed=0, epoch=0, shuffle=False)[1:3].tolist()
@@ -85,7 +82,7 @@ def epoch_order(
     """
     if not shuffle:
         return IndexOrder(num_samples, seed=None)
-    if num_samples > NUM_STORED and not stored:
+    if num_samples > NUM_STORED:
         return IndexOrder(num_samples, seed=seed, epoch=epoch)
     # Not seed + epoch, as DistributedSampler has it: there run 1 sees in epoch 0 what run 0 sees in epoch 1.
     (mixed,) = np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64).tolist()
@@ -216,8 +213,7 @@ class IndexSource:
         self._shuffle = shuffle
 
     def steps(self, state: EpochState, cutter: Cutter) -> Iterator[tuple[CutStep, list[Any]]]:
-        stored = state.stored
-        order = epoch_order(self._num_samples, seed=self._seed, epoch=state.epoch, shuffle=self._shuffle, stored=stored)
+        order = epoch_order(self._num_samples, seed=self._seed, epoch=state.epoch, shuffle=self._shuffle)
         position = state.position
         while position < self._num_samples:
             cutter.look()

@@ -24,14 +24,13 @@ from cannikin.core.noise.estimate import (
     student_quantile,
 )
 from cannikin.core.planner import Noise
+from cannikin.core.saved import whole
 from cannikin.core.values import FloatArray, IntArray, StepWindow
 from cannikin.errors import InvalidInputError, StateError
 
 # A norm of 1e35 counts as overflowed; fourth powers of smaller norms stay below the largest float.
 SQNORM_LIMIT = 1e70
 
-
-_NEWER = {"samples_passed", "size_weight", "log_size", "scatter_weight_sq"}  # names that older states do not have
 
 _SMOOTHING = 0.999  # decay of averages, per B0 samples
 
@@ -96,7 +95,7 @@ class _Averages:
         )
 
     def limits(self) -> tuple[float, float]:
-        if self.weight == 0 or self.scatter_weight == 0:
+        if 0 in (self.weight, self.scatter_weight, self.scatter_weight_sq):
             return 0.0, math.inf
         shrink = self.weight_sq / self.weight**2 / self.scatter_weight
         return fieller_limits(
@@ -113,8 +112,6 @@ class _Averages:
 
         m successive differences that weigh alike are worth 2 m^2/(3 m - 1) of them, since neighbours share a step.
         """
-        if self.scatter_weight_sq == 0:  # of an older state, until the next step on the same split
-            return math.inf
         num_differences = max(1.0, self.scatter_weight**2 / self.scatter_weight_sq)
         return 2 * num_differences**2 / (3 * num_differences - 1)
 
@@ -387,11 +384,11 @@ class NoiseTracker:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` returned; anything else raises StateError and changes nothing."""
         kinds = {"control": ControlVariate, "averages": _Averages, "steps": _Steps}
-        num_batches = state.get("num_batches", 1) if isinstance(state, dict) else 0  # older states have none
-        if not num_batches >= 1 or state.keys() - {"num_batches"} != kinds.keys():
+        if not isinstance(state, dict) or state.keys() != {*kinds, "num_batches"}:
             raise StateError(f"not the state of a NoiseTracker: {state!r:.200}; load what state_dict() returned")
+        num_batches = whole("num_batches", state["num_batches"], 1)
         self._control, self._averages, self._steps = [_restored(kinds[name], state[name]) for name in kinds]
-        self.num_batches = int(num_batches)
+        self.num_batches = num_batches
 
     def _blend(self, spread: float) -> float:
         return 1.0 if self._batch_norm else self._control.blend(spread)
@@ -409,7 +406,7 @@ class NoiseTracker:
 def _restored(kind: type[Any], saved: Any) -> Any:
     """Return a `kind` with the saved values, if they have the names, types and signs of a real one's."""
     fresh = vars(kind())
-    if not isinstance(saved, dict) or not fresh.keys() - _NEWER <= saved.keys() <= fresh.keys():
+    if not isinstance(saved, dict) or saved.keys() != fresh.keys():
         raise StateError(f"a NoiseTracker's state needs {', '.join(fresh)}, not {saved!r:.200}")
     for name, value in saved.items():
         if not _fits(value, fresh[name]) or (("num" in name or "weight" in name) and value < 0):

@@ -476,11 +476,11 @@ class Controller:
             caps = profile_caps(profiles)
             load_profiles(learner, profiles)
             for rank, before in enumerate(was):
-                if before is not None and "max_batch" in state:  # older states have none
+                if before is not None:
                     caps[rank] = whole("max_batch", state["max_batch"][before], 1, NO_MAX)
             excess = number("excess", state["excess"], -20.0, 20.0)
             steady_since = None  # another process counts its steps anew, and other ranks have not been steady
-            if is_same_process and state.get("steady_since") is not None:
+            if is_same_process and state["steady_since"] is not None:
                 steady_since = whole("steady_since", state["steady_since"], -1)
             self._noise.load_state_dict(state["noise"])  # all or nothing
         self._learner, self._sizes, self._caps = learner, sizes.with_ranks(was), caps
@@ -514,11 +514,8 @@ def _saved_plan(state: dict[str, Any]) -> tuple[Plan, str, SizeHistory]:
     A plan with larger batches than a rank has ever run gives way to the one that ran.
     """
     plan, sizes = plans.load_plan(state["plan"]), SizeHistory(len(state["plan"]["local_batches"]))
-    phase = str(state.get("phase") or state["plan"]["phase"])  # older states have the phase in the plan,
-    phase = "guess" if phase == "inverse" else phase  # and call a guess "inverse"
-    if "sizes" in state:  # older states have none
-        sizes.load_state_dict(state["sizes"])
-    ran = state.get("ran")
+    sizes.load_state_dict(state["sizes"])
+    phase, ran = str(state["phase"]), state["ran"]
     if ran is not None and any(b > most for b, most in zip(plan.local_batches, sizes.largest, strict=True)):
         batches = tuple(whole_numbers("ran", ran, 1, NO_MAX))
         plan = plans.make_plan(plan.first_step, batches, reason="resumed with the last split that has run")

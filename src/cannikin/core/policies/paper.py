@@ -208,9 +208,9 @@ class PaperPlanner:
         """Take back what `state_dict` returned."""
         with plans.restoring("paper planner"):
             self._plan = plans.resumed_plan(state["plan"], self._job)
-            self._phase = str(state.get("phase") or state["plan"]["phase"])  # older states have it in the plan
+            self._phase = str(state["phase"])
             self._rows = [list(row) for row in state["rows"]]
-            self._samples, self._epoch, self._num_plans = state["counters"][:3]
+            self._samples, self._epoch, self._num_plans = state["counters"]
             for name in _ARRAYS:
                 setattr(self, name, np.asarray(state[name], dtype=np.float64))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -114,13 +114,12 @@ def save_plan(plan: Plan) -> dict[str, Any]:
 
 def load_plan(state: dict[str, Any]) -> Plan:
     """Take back what `save_plan` returned, of any job; call it inside `restoring`."""
-    names = {each.name for each in fields(Plan)}  # older states have more
-    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in state.items() if k in names}
+    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in state.items()}
     whole_numbers("local_batches", state["local_batches"], 1, NO_MAX)
-    whole("first_step", values["first_step"])
-    if values.get("predicted_step_s") is not None:
-        number("predicted_step_s", values["predicted_step_s"], high=LONG_S)
-    return Plan(**{**values, "reason": str(values.get("reason", ""))})
+    whole("first_step", state["first_step"])
+    if state["predicted_step_s"] is not None:
+        number("predicted_step_s", state["predicted_step_s"], high=LONG_S)
+    return Plan(**{**values, "reason": str(state["reason"])})
 
 
 def resumed_plan(state: dict[str, Any], job: Job) -> Plan:
