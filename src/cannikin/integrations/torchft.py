@@ -35,7 +35,7 @@ from cannikin.core.values import NO_MAX, FloatArray
 from cannikin.errors import BatchMatchError, DisagreementError, InvalidInputError
 from cannikin.integrations.live_data import LiveDataLoader as LiveDataLoader  # users find both here
 from cannikin.runtime.device import Device, find_device
-from cannikin.runtime.weighting import refuse_sparse, running_statistics, watch_outputs
+from cannikin.runtime.weighting import refuse_sparse, running_statistics, watch_outputs, weighted_
 
 _log = logging.getLogger("cannikin")
 
@@ -100,11 +100,11 @@ class _Reducer:
         step.gradients += zip(bucket.parameters(), bucket.gradients(), strict=True)
         if bucket.is_last():
             step.ready = self._device.mark()
-        self.start_sum(_weighted(buffer, step.share))
+        self.start_sum(weighted_(buffer, step.share))
         if bucket.is_last():
             if step.statistics:
                 step.flat_statistics = torch.cat([each.reshape(-1) for each in step.statistics])
-                self.start_sum(_weighted(step.flat_statistics, step.share))
+                self.start_sum(weighted_(step.flat_statistics, step.share))
             for work in step.sums:
                 if not work.wait():  # the manager knows why, and the step will not be committed
                     self.hang_up()
@@ -112,11 +112,6 @@ class _Reducer:
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(buffer)
         return future
-
-
-def _weighted(values: torch.Tensor, share: float) -> torch.Tensor:
-    """Multiply values by a share, in place."""
-    return values.mul_(share) if share > 0 else values.zero_()  # not multiplied by 0: 0 x NaN is NaN
 
 
 class LiveDataParallel:

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from cannikin.runtime.weighting import weighted
+
 
 class Together:
     """This rank's place among those that compute a loss together.
@@ -35,10 +37,10 @@ class Together:
 
     def sum_gradients(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return sum_i w_i dL_i / w_j; zeros where this rank has no weight."""
-        weighted = gradient * self.weight if self.weight else torch.zeros_like(gradient)  # 0 x NaN is NaN
+        total = weighted(gradient, self.weight)
         with self.meeting():
-            dist.all_reduce(weighted, group=self.group)
-        return weighted / self.weight if self.weight else torch.zeros_like(gradient)
+            dist.all_reduce(total, group=self.group)
+        return total / self.weight if self.weight else torch.zeros_like(gradient)
 
 
 class _Sum(torch.autograd.Function):

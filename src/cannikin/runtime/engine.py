@@ -62,6 +62,7 @@ from cannikin.runtime.weighting import (
     is_training,
     network,
     refuse_sparse,
+    weighted,
 )
 from cannikin.runtime.wire import Exchange, pause_at_exit, when_gone
 
@@ -401,9 +402,7 @@ class Engine:
     def weighted_mean(self, value: torch.Tensor | float) -> torch.Tensor:
         """See `HeteroDataParallel.weighted_mean`."""
         share = self.current_share if self.is_training else 1 / self.world_size
-        total = torch.as_tensor(value, device=self.device.torch_device).detach() * share
-        if share == 0:
-            total = torch.zeros_like(total)  # not multiplied by 0: 0 x NaN is NaN
+        total = weighted(torch.as_tensor(value, device=self.device.torch_device).detach(), share)
         with self._exchange.meeting():
             dist.all_reduce(total, group=self._reducer.group)
         return total

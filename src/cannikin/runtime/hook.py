@@ -19,6 +19,7 @@ from cannikin.runtime.device import Device, carrier
 from cannikin.runtime.passage import Passage
 from cannikin.runtime.step import StepInProgress
 from cannikin.runtime.update import Variance
+from cannikin.runtime.weighting import weighted_
 
 Future = torch.futures.Future[torch.Tensor]
 VarianceOf = Callable[[Sequence[torch.Tensor]], Variance | None]
@@ -53,7 +54,7 @@ class Reducer(Protocol):
         """Return what the next step notes its layers in, where ranks wait for each other at every one of them."""
 
     def sum_weighted(self, buffer: torch.Tensor, weight: float) -> dist.Work:
-        """Begin to sum a buffer times this rank's weight over the ranks of the group."""
+        """Begin to sum a buffer times this rank's weight over the ranks of the group; see `weighted` for 0."""
 
     def compare_with_previous(self) -> None:
         """Also take the product with the gradient of the step before: all that one rank alone can learn noise from."""
@@ -159,10 +160,9 @@ class DdpReducer:
             variance = self._variance_of(bucket.parameters())
             take_norms = variance is not None
             step.norms_missing = step.norms_missing or not take_norms
-        if (step.entry.is_padding or weight == 0) and not step.keeps_earlier:
-            buffer.zero_()  # not multiplied by 0: 0 x NaN is NaN
-            weight = 1.0
-        elif take_norms and not step.uneven_items:
+        if step.entry.is_padding and not step.keeps_earlier:
+            weight = 0.0
+        if weight and take_norms and not step.uneven_items:
             step.noted["local_sqnorm", index] = dot(buffer, buffer, variance)
         try:
             work = self.sum_weighted(buffer, weight)
@@ -205,13 +205,15 @@ class DdpReducer:
 
         NCCL multiplies on its way, which saves a pass over every bucket; it would round the weight itself to a half.
         """
-        if self._by_nccl and buffer.dtype in _PREMULTIPLIED:  # on every rank, whatever its weight
+        multiplies = self._by_nccl and buffer.dtype in _PREMULTIPLIED  # on every rank, whatever its weight
+        if not (multiplies and weight):
+            weighted_(buffer, weight)
+            weight = 1.0
+        if multiplies:
             options = dist.AllreduceOptions()
             options.reduceOp = dist._make_nccl_premul_sum(weight)  # type: ignore[attr-defined]
             work: dist.Work = self.group.allreduce([buffer], options)
             return work
-        if weight != 1.0:
-            buffer.mul_(weight)
         if buffer.is_complex():
             work = dist.all_reduce(buffer, group=self.group, async_op=True)
         else:

@@ -28,6 +28,7 @@ from cannikin.runtime.hook import compare, dot, sample_of
 from cannikin.runtime.passage import LayerHooks, Passage
 from cannikin.runtime.step import StepInProgress
 from cannikin.runtime.update import AdamVariance, Variance
+from cannikin.runtime.weighting import weighted_
 
 _NEEDED = ("set_custom_all_gather", "set_custom_reduce_scatter", "set_all_reduce_hook")  # of torch 2.9
 _UNDIVIDED = (torch.float32, torch.bfloat16)  # wide enough that FSDP divides no gradient before it is summed
@@ -202,9 +203,7 @@ class FsdpReducer:
         return Passage(self._mark, self._seconds, len(self._layers), blocks=self._blocks)
 
     def sum_weighted(self, buffer: torch.Tensor, weight: float) -> dist.Work:
-        if weight != 1.0:
-            buffer.mul_(weight)
-        work: dist.Work = dist.all_reduce(buffer, group=self.group, async_op=True)
+        work: dist.Work = dist.all_reduce(weighted_(buffer, weight), group=self.group, async_op=True)
         return work
 
     # What FSDP's collectives call.
@@ -250,10 +249,8 @@ class FsdpReducer:
             return
         share = step.share()  # after the mark: it may wait for other ranks' numbers
         layer.factor = self._num_ranks * (share if step.weight is None else step.weight)
-        if (step.entry.is_padding or share == 0) and not step.keeps_earlier:
-            gradient.zero_()  # not multiplied by 0: 0 x NaN is NaN
-        elif layer.factor != 1.0:
-            gradient.mul_(layer.factor)
+        is_nothing = (step.entry.is_padding or share == 0) and not step.keeps_earlier
+        weighted_(gradient, 0.0 if is_nothing else layer.factor)
 
     def note_gradient(self, layer: _Layer, gradient: torch.Tensor, op: Any) -> None:
         """Take the norm of this rank's own gradient, once it is on its way."""

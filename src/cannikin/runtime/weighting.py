@@ -75,6 +75,25 @@ def weigh(step: StepInProgress, weighting: str, world_size: int, *, accumulating
     step.norm_scale = 1.0 / scale**2 if (inward or weighting == "none") and scale > 0 else 1.0
 
 
+def weighted(tensor: torch.Tensor, weight: float) -> torch.Tensor:
+    """Return a tensor times a weight. At weight 0 it is zeros, whatever was in it: 0 x NaN is NaN.
+
+    Example:
+        >>> weighted(torch.tensor([1.0, float("nan")]), 0.0)
+        tensor([0., 0.])
+    """
+    if weight:
+        return tensor * weight
+    return torch.zeros_like(tensor, dtype=torch.result_type(tensor, 1.0))  # a product's: ranks must not differ
+
+
+def weighted_(tensor: torch.Tensor, weight: float) -> torch.Tensor:
+    """Multiply a tensor by a weight as `weighted` does, but in place, and return it."""
+    if weight == 1.0:
+        return tensor
+    return tensor.mul_(weight) if weight else tensor.zero_()
+
+
 class _Scale(torch.autograd.Function):
     """A gradient times a factor, whose own gradient passes unchanged.
 
@@ -85,7 +104,7 @@ class _Scale(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gradient: torch.Tensor, scale: float) -> torch.Tensor:
-        return gradient * scale if scale else torch.zeros_like(gradient)  # not multiplied by 0: 0 x NaN is NaN
+        return weighted(gradient, scale)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -347,11 +366,8 @@ class RunningStatistics:
         if not changed:
             return None
         self._make_room(changed)
-        if share > 0:
-            torch._foreach_copy_(self._parts, changed)
-        else:
-            self._flat.zero_()  # 0 x NaN is NaN
-        work = self._sum_weighted(self._flat, share if share > 0 else 1.0)
+        torch._foreach_copy_(self._parts, changed)
+        work = self._sum_weighted(self._flat, share)
         self._coming = work, changed
         return work
 
