@@ -7,10 +7,9 @@ from statistics import fmean
 from typing import NamedTuple
 
 from cannikin.runlog import EventRecord, Header, PlanRecord, Record, WindowRecord
-from cannikin.runlog.times import RankTimes, Speed, numbers_of, plan_of, rank_times, speed_of, step_of, use_of
+from cannikin.runlog.times import RankTimes, RecentPlans, Speed, numbers_of, rank_times, speed_of, step_of, use_of
 
 _NUM_POINTS = 60  # windows remembered, for sparklines and rates
-_NUM_PLANS = 16  # plans among which the prediction for a window's split is looked for
 _NUM_EVENTS = 3
 _SHOWN_ELSEWHERE = {"epoch", "eval", "end"}
 
@@ -50,7 +49,7 @@ class LiveState:
         self.events: deque[EventRecord] = deque(maxlen=_NUM_EVENTS)
         self.end: EventRecord | None = None
         self.points: deque[Point] = deque(maxlen=_NUM_POINTS)
-        self._plans: deque[PlanRecord] = deque(maxlen=_NUM_PLANS)
+        self._plans = RecentPlans()
         self._samples = 0
         self._samples_of_pass = 0
         self._times: list[RankTimes | None] | None = None  # of `window`, once asked for
@@ -61,7 +60,7 @@ class LiveState:
             self._take_window(record)
         elif isinstance(record, PlanRecord):
             self.plan = record
-            self._plans.append(record)
+            self._plans.add(record)
         elif isinstance(record, EventRecord):
             self._take_event(record)
         else:
@@ -81,7 +80,7 @@ class LiveState:
 
     def _take_window(self, window: WindowRecord) -> None:
         self.window, self._times = window, None
-        self.window_plan = plan_of(window, self._plans)
+        self.window_plan = self._plans.of(window)
         end = window.first_step + window.num_steps
         self._samples += window.num_steps * window.total_batch
         if self.current_pass is not None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import fields
 from itertools import chain, takewhile
@@ -35,11 +34,11 @@ from cannikin.runlog import (
 from cannikin.runlog.times import (
     ACTIVITIES,
     MEASURED,
+    RecentPlans,
     activities,
     longest_ns,
     measured_ms,
     numbers_of,
-    plan_of,
     rank_moments,
 )
 
@@ -129,7 +128,7 @@ class _RunSoFar:
         self._windows = _Table()
         self._metrics: dict[str, list[tuple[int, float, float]]] = {}
         self._in_training_time = False
-        self._recent: deque[PlanRecord] = deque(maxlen=4)  # a plan is in force at most a few windows later
+        self._recent = RecentPlans()
         self._changes: Ends[PlanRecord] = Ends(_MAX_LISTED)
         self._predictions = Predictions()
         self._compared: Spread[PlanRecord] = Spread(_MAX_COMPARED)
@@ -158,15 +157,16 @@ class _RunSoFar:
         self._recent.clear()
 
     def _take_window(self, window: WindowRecord) -> None:
-        self._windows.add(window, self._at(window.elapsed_ms), plan_of(window, self._recent))
+        self._windows.add(window, self._at(window.elapsed_ms), self._recent.of(window))
         self._last_step = max(self._last_step, window.first_step + window.num_steps - 1)
         if window.timeline is not None:
             self._timelines.add(window.timeline)
 
     def _take_plan(self, plan: PlanRecord) -> None:
-        if not self._recent or self._recent[-1].local_batches != plan.local_batches:
+        before = self._recent.last
+        if before is None or before.local_batches != plan.local_batches:
             self._changes.add(plan)
-        self._recent.append(plan)
+        self._recent.add(plan)
         self._last_step = max(self._last_step, plan.step)
         if plan.candidate_totals:
             self._compared.add(plan)
@@ -208,7 +208,7 @@ class _RunSoFar:
             in_training_time=self._in_training_time,
             plans=self._changes,
             predictions=self._predictions,
-            last_plan=self._recent[-1] if self._recent else None,
+            last_plan=self._recent.last,
             compared=self._compared.kept,
             events=self._events,
             early=_typical(self._timelines.kept[:_NUM_TIMELINES]),

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
 
 from cannikin.runlog.reader import RunLogReader, numbers_only
 from cannikin.runlog.records import LEAST_MS, MOST, EventRecord, Header, PlanRecord, Record, WindowRecord
+from cannikin.runlog.times import RecentPlans
 
 _LEAST_STEPS = 3  # most of a short window: the median of fewer is one step's time
 
@@ -106,7 +106,7 @@ class Predictions:
 
     def __init__(self) -> None:
         self._stays: list[_Stay] = []
-        self._recent: deque[_Stay] = deque(maxlen=4)  # a plan is in force at most a few windows later
+        self._recent = RecentPlans()  # those with which a stay began
         self._named: set[_Split] = set()  # splits that have run, or may have: plans and windows had them
         self._last: PlanRecord | None = None
         self._promised: PlanRecord | None = None  # the last that predicts anything
@@ -131,7 +131,7 @@ class Predictions:
         if self._last is None or plan.local_batches != self._last.local_batches:
             is_new = plan.local_batches not in self._named and plan.step <= plan.first_step
             self._stays.append(_Stay(plan, None if is_new and self.first_step else is_new))
-            self._recent.append(self._stays[-1])
+            self._recent.add(plan)
         self._named.add(plan.local_batches)
         self._last = plan
         if plan.predicted_step_ms is not None:
@@ -143,9 +143,9 @@ class Predictions:
             return
         measured = (window.step_ms, window.num_valid)
         self._steps.setdefault(window.local_batches, []).append(measured)
-        stays = (stay for stay in reversed(self._recent) if stay.plan.local_batches == window.local_batches)
-        if (stay := next(stays, None)) is not None:  # else an epoch's short last batches, or the first split
-            stay.steps.append(measured)
+        plan = self._recent.of(window)
+        if plan is not None:  # else an epoch's short last batches, or the first split
+            next(stay for stay in reversed(self._stays) if stay.plan is plan).steps.append(measured)
 
     @property
     def outcomes(self) -> list[PlanOutcome]:

@@ -6,7 +6,8 @@ A report, a live view, a trace and trackers all take them from here, so that the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Reversible, Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from cannikin.runlog.records import MOST, EventRecord, Header, NoiseRecord, Plan
 MEASURED = ("before_ms", "backward_ms", "done_ms", "wait_ms", "loader_ms", "other_ms")  # of a `WindowRecord`
 ACTIVITIES = ("optimizer and forward", "backward", "communication", "waiting", "loading", "other")
 NS_PER_MS = 1_000_000
+_NUM_PLANS = 16
 
 # A window as a whole, and an event.
 
@@ -65,9 +67,37 @@ def speed_of(window: WindowRecord, initial_batch: int | None) -> Speed:
     return Speed(pace, share, None if pace is None else pace * share)
 
 
-def plan_of(window: WindowRecord, plans: Reversible[PlanRecord]) -> PlanRecord | None:
-    """Return the last of these plans that has the window's split, with what it predicted; None where none has."""
-    return next((plan for plan in reversed(plans) if plan.local_batches == window.local_batches), None)
+class RecentPlans:
+    """The plans among which that of a window is looked for: where loaders read far ahead, one of some windows ago.
+
+    Example:
+        >>> plans = RecentPlans()
+        >>> for step, batches in ((5, (6, 2)), (10, (5, 3))):
+        ...     plan = PlanRecord(step=step, first_step=step, total_batch=8, local_batches=batches, phase="", reason="")
+        ...     plans.add(plan)
+        >>> plans.of(WindowRecord(first_step=5, num_steps=5, num_valid=5, total_batch=8, local_batches=(6, 2))).step
+        5
+    """
+
+    def __init__(self) -> None:
+        self._plans: deque[PlanRecord] = deque(maxlen=_NUM_PLANS)
+
+    @property
+    def last(self) -> PlanRecord | None:
+        """The newest; None where there is none."""
+        return self._plans[-1] if self._plans else None
+
+    def add(self, plan: PlanRecord) -> None:
+        """Take one more plan."""
+        self._plans.append(plan)
+
+    def of(self, window: WindowRecord) -> PlanRecord | None:
+        """Return the last plan that has the window's split, with what it predicted; None where none has."""
+        return next((plan for plan in reversed(self._plans) if plan.local_batches == window.local_batches), None)
+
+    def clear(self) -> None:
+        """Forget all, at the beginning of another run."""
+        self._plans.clear()
 
 
 # Where a step's time goes on each rank: computing, communicating, waiting for slower ranks, loading data.

@@ -38,7 +38,7 @@ from cannikin.runlog import (
     job_info,
     plan_record,
 )
-from cannikin.runlog.times import plan_of, rank_times, use_of
+from cannikin.runlog.times import RecentPlans, rank_times, use_of
 from cannikin.runlog.writer import set_aside
 from cannikin.runtime.memory import MemoryGauge
 from cannikin.runtime.waiting import BatchQueue
@@ -273,7 +273,7 @@ class LastWords:
         self._split: tuple[int, ...] = ()
         self._uses: deque[float] = deque(maxlen=50)  # of the last windows, as long as they have this split
         self._even_speed: float | None = None
-        self._plans: deque[PlanRecord] = deque(maxlen=4)
+        self._plans = RecentPlans()
         self._num_steps = 0
 
     def write(self, event: Record, /) -> None:
@@ -281,7 +281,7 @@ class LastWords:
         if isinstance(event, WindowRecord):
             self._take(event)
         elif isinstance(event, PlanRecord):
-            self._plans.append(event)
+            self._plans.add(event)
         elif isinstance(event, EventRecord) and event.kind == "end" and self._uses and self._num_steps >= _TOLD_FROM:
             words, ended = use(median(self._uses), self._even_speed), event.ending
             _logger.info(
@@ -293,7 +293,7 @@ class LastWords:
             self._split, self._even_speed = window.local_batches, None
             self._uses.clear()
         self._num_steps += window.num_steps
-        used, plan = use_of(window.local_batches, rank_times(window)), plan_of(window, self._plans)
+        used, plan = use_of(window.local_batches, rank_times(window)), self._plans.of(window)
         self._uses += [] if used is None else [used]
         self._even_speed = self._even_speed if plan is None else plan.even_speed
 
