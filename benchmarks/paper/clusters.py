@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from cannikin.sim.catalog import ClusterSpec, DeviceSpec, LinkSpec, NodeSpec, load_cluster_spec
 from cannikin.sim.hardware import Machine, build_machine
@@ -26,6 +28,18 @@ def machine_at(cluster: str, workload: str, bandwidth_gbit: float | None = None)
     return build_machine(spec, workload, find_workload(workload).spec)
 
 
+def with_forward_shares(machine: Machine, shares: npt.ArrayLike) -> Machine:
+    """Return the same machine with this part of each rank's compute time before backward, [n] or one for all."""
+    forward = np.broadcast_to(np.asarray(shares, dtype=np.float64), (machine.num_ranks,))
+    parts = np.stack([forward, 1 - forward])
+    return replace(
+        machine,
+        launch_s=parts * machine.launch_s.sum(axis=0),
+        fixed_s=parts * machine.fixed_s.sum(axis=0),
+        sample_s=parts * machine.sample_s.sum(axis=0),
+    )
+
+
 def drawn_shares(machine: Machine, seed: int) -> Iterator[Machine]:
     """Return the machine with shares of forward drawn for each kind of device from the whole range, draw by draw.
 
@@ -36,7 +50,7 @@ def drawn_shares(machine: Machine, seed: int) -> Iterator[Machine]:
         return
     for draw in range(NUM_DRAWS):
         shares = np.random.default_rng([seed, draw]).uniform(*SHARE_RANGE, len(kinds))
-        yield machine.with_forward_shares(shares[kind_of])
+        yield with_forward_shares(machine, shares[kind_of])
 
 
 def unlike_ranks(workload: str, slowest: float) -> Machine:

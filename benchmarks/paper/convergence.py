@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.paper.clusters import ONE_SHARE, machine_at
+from benchmarks.paper.clusters import ONE_SHARE, machine_at, with_forward_shares
 from benchmarks.paper.fixed import best_totals
 from benchmarks.paper.optimum import best_split, expected_s, taken_s
 from cannikin.core.policies.plans import even_batches
@@ -52,7 +52,7 @@ def train(
     """
     found, machine = find_workload(workload), machine_at(cluster, workload, bandwidth_gbit)
     if one_share:
-        machine = machine.with_forward_shares(ONE_SHARE)
+        machine = with_forward_shares(machine, ONE_SHARE)
     job = job_for(machine, found)
     run = _run(machine, found, policy, job, seed)
     stride = max(1, -(-len(run.epochs) // _MOST_POINTS))

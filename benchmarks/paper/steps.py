@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.paper.clusters import ONE_SHARE, drawn_shares, machine_at, unlike_ranks
+from benchmarks.paper.clusters import ONE_SHARE, drawn_shares, machine_at, unlike_ranks, with_forward_shares
 from benchmarks.paper.optimum import (
     best_split,
     bottleneck,
@@ -89,7 +89,7 @@ def by_total_batch(
         if with_changes:
             row["paper"] = _expected(machine, _settle(machine, job, "paper", seed)[0])
             row |= _after_a_change(machine, whole, job, seed)
-        row["one share"] = _of_truth(machine.with_forward_shares(ONE_SHARE), job, is_even=total <= limit)
+        row["one share"] = _of_truth(with_forward_shares(machine, ONE_SHARE), job, is_even=total <= limit)
         row["drawn"] = [_of_truth(other, job, is_even=False) for other in drawn_shares(machine, seed)]
         rows.append(row)
     return rows

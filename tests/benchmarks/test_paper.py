@@ -21,7 +21,7 @@ import pytest
 from benchmarks.__main__ import main
 from benchmarks.drawing import lines
 from benchmarks.paper.cells import SECTIONS, all_cells, run_cells
-from benchmarks.paper.clusters import ONE_SHARE, machine_at
+from benchmarks.paper.clusters import ONE_SHARE, machine_at, with_forward_shares
 from benchmarks.paper.fixed import best_totals, steps_to_target
 from benchmarks.paper.optimum import best_split, bottleneck, equal_split, expected_s
 from benchmarks.paper.prediction import METHODS, gamma_spread, prediction_errors
@@ -109,7 +109,7 @@ def test_with_one_ratio_of_forward_to_backward_equal_compute_times_are_the_best_
     machine = machine_at("b", "imagenet")
     job = job_for(machine, find_workload("imagenet"))
     gains = []
-    for each in (machine.with_forward_shares(ONE_SHARE), machine):
+    for each in (with_forward_shares(machine, ONE_SHARE), machine):
         alike = replace(each, ready_by_layers=each.ready_by_layers[:1], ready_by_work=each.ready_by_work[:1])
         equal, best = (float(expected_s(alike, split(alike, job, 800))) for split in (equal_split, best_split))
         gains.append(1 - best / equal)

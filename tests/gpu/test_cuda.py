@@ -290,7 +290,7 @@ def memory_of_one(rank: int, world_size: int) -> dict[str, Any]:
 
     for size in (256, 256, 256, 512, 1024, 2048, 4096):
         step(size)
-    cap = model.engine.max_local_batch
+    cap = model.engine.loop.memory.max_batch
     step(int(0.97 * cap))
     try:
         step(2 * cap)

@@ -101,7 +101,7 @@ def train(
         "reason": reason,
         "warned": [str(warning.message) for warning in caught if "memory" in str(warning.message)],
         "told": kept.told,
-        "cap": model.engine.max_local_batch,
+        "cap": model.engine.loop.memory.max_batch,
     }
 
 

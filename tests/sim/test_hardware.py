@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.paper.clusters import with_forward_shares
 from benchmarks.paper.optimum import expected_s
 from cannikin.core.fit import bucket_times
 from cannikin.core.values import StepWindow
@@ -49,10 +50,10 @@ def test_devices_split_their_time_into_forward_and_backward_in_their_own_way():
     machine = find_machine("b", "bert")
     forward, backward = machine.compute(np.full(16, 8))
     assert forward / (forward + backward) == pytest.approx([0.39] * 4 + [0.31] * 4 + [0.30] * 8)
-    alike = machine.with_forward_shares(1 / 3)
+    alike = with_forward_shares(machine, 1 / 3)
     assert sum(alike.compute(np.full(16, 8))) == pytest.approx(forward + backward)
     assert alike.compute(np.full(16, 8))[0] == pytest.approx((forward + backward) / 3)
-    assert machine.with_forward_shares(np.linspace(0.2, 0.4, 16)).compute(np.full(16, 8))[0][-1] == pytest.approx(
+    assert with_forward_shares(machine, np.linspace(0.2, 0.4, 16)).compute(np.full(16, 8))[0][-1] == pytest.approx(
         0.4 * (forward + backward)[-1]
     )
 

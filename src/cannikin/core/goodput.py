@@ -21,14 +21,13 @@ _GROWTH, _LEAP = 2.0, 8.0  # a total batch grows at once by this at least, and a
 
 @dataclass(frozen=True, kw_only=True)
 class TotalChoice:
-    """The total batch to train with next, its goodput over that of the present one, and why.
+    """The total batch to train with next, and why.
 
     `totals` are the candidates. `goodputs` says what each gives, in samples at B0 per second; 0 where the ranks cannot
     hold it.
     """
 
     total_batch: int
-    gain: float
     reason: str
     totals: tuple[int, ...]
     goodputs: tuple[float, ...]
@@ -122,14 +121,13 @@ def choose_total(
     if gain <= 1 + threshold:
         rival = f"{chosen} would gain {gain - 1:.1%}, not more than {threshold:.1%}"
         reason = f"total batch stays {current_total}: {'the best in reach' if chosen == current_total else rival}"
-        chosen, gain = current_total, 1.0
+        chosen = current_total
     elif chosen > growth * current_total:
         way = int(totals[totals <= growth * current_total][-1])
         reason = f"total batch {current_total} -> {way}, on its way to {chosen}: goodput there {gain - 1:+.0%}"
-        chosen, gain = way, float(goodput[totals == way][0] / now) if now > 0 else np.inf
+        chosen = way
     return TotalChoice(
         total_batch=chosen,
-        gain=gain,
         reason=reason,
         totals=tuple(totals.tolist()),
         goodputs=tuple(goodput.tolist()),

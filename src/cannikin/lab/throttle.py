@@ -90,8 +90,6 @@ class Throttle:
     `device` may be replaced in mid-run.
     """
 
-    installed: Throttle | None = None  # the one that slows this process
-
     def __init__(
         self,
         device: LabDevice,
@@ -113,7 +111,6 @@ class Throttle:
 
     def install(self) -> None:
         """Begin to slow this process."""
-        Throttle.installed = self
         self._handles = [
             register_module_forward_pre_hook(self._before_module),
             register_module_forward_hook(self._after_module, with_kwargs=True, always_call=True),

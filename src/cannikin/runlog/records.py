@@ -199,7 +199,7 @@ class EventRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", t
     `kind` is one word of an open set, so readers show a kind they do not know as it is:
 
         changed_speed   a rank became faster or slower          data: rank, factor
-        nonfinite       a gradient was not finite               data: rank, count
+        nonfinite       a gradient was not finite               data: count
         out_of_memory   a rank trained on a batch in parts      data: rank, local_batch, max_batch (from now on)
         resume          the run goes on from a saved state      data: world_size
         epoch           a pass over the data began              data: epoch, position (samples of it already seen),

@@ -276,11 +276,6 @@ class Engine:
         return self.loop.micro_batches(self._module, batch, num_parts)
 
     @property
-    def max_local_batch(self) -> int:
-        """The largest local batch that this rank's memory holds, as far as is known."""
-        return self.loop.memory.max_batch
-
-    @property
     def current_entry(self) -> BatchEntry | None:
         """The batch in training."""
         return None if self.loop.step is None else self.loop.step.entry

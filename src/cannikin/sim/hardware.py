@@ -15,7 +15,7 @@ outliers, and each rank's speed drifts slowly. A rank's own clock begins with it
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -92,17 +92,6 @@ class Machine:
     def num_buckets(self) -> int:
         """J."""
         return len(self.bucket_s)
-
-    def with_forward_shares(self, shares: npt.ArrayLike) -> Machine:
-        """Return the same machine with this part of each rank's compute time before backward, [n] or one for all."""
-        forward = np.broadcast_to(np.asarray(shares, dtype=np.float64), (self.num_ranks,))
-        parts = np.stack([forward, 1 - forward])
-        return replace(
-            self,
-            launch_s=parts * self.launch_s.sum(axis=0),
-            fixed_s=parts * self.fixed_s.sum(axis=0),
-            sample_s=parts * self.sample_s.sum(axis=0),
-        )
 
     def compute(self, local_batches: npt.ArrayLike) -> tuple[FloatArray, FloatArray]:
         """Return forward and backward seconds without noise, [..., n] each."""

@@ -415,20 +415,6 @@ class Controller:
         other.load_state_dict(self.state_dict(), origins)
         return other
 
-    def without(self, rank: int) -> Controller:
-        """Return a planner for the ranks that stay when this one leaves; see `with_ranks`."""
-        if not 0 <= rank < self._job.num_ranks:
-            raise InvalidInputError(f"rank={rank}: this planner has ranks 0 to {self._job.num_ranks - 1}")
-        return self.with_ranks([each for each in range(self._job.num_ranks) if each != rank])
-
-    def with_rank(self, origin: Origin) -> Controller:
-        """Return a planner for these ranks and one more, the last; see `with_ranks`.
-
-        Args:
-            origin: a profile of its device, the rank here that has a device of the same kind, or None.
-        """
-        return self.with_ranks([*range(self._job.num_ranks), origin])
-
     def state_dict(self) -> dict[str, Any]:
         """Return everything learned and decided, as plain numbers, strings, lists and dicts."""
         return {
