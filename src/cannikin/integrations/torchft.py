@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import socket
 import warnings
 from dataclasses import dataclass, field
@@ -34,7 +33,7 @@ from cannikin.core.membership import MEASURED, Member, Membership, Place
 from cannikin.core.values import NO_MAX, FloatArray
 from cannikin.errors import BatchMatchError, DisagreementError, InvalidInputError
 from cannikin.integrations.live_data import LiveDataLoader as LiveDataLoader  # users find both here
-from cannikin.runtime.device import Device, find_device
+from cannikin.runtime.device import Device, find_device, name_of
 from cannikin.runtime.weighting import refuse_sparse, running_statistics, watch_outputs, weighted_
 
 _log = logging.getLogger("cannikin")
@@ -169,7 +168,7 @@ class LiveDataParallel:
             return reducer.reduce(bucket)
 
         self._ddp.register_comm_hook(self._reducer, sum_over_members)
-        device_name = os.environ.get("CANNIKIN_DEVICE") or self._device.name
+        device_name = name_of(self._device)
         self._me = Member(
             name=name or f"{socket.gethostname()}, {device_name}",
             device=device_name,

@@ -21,7 +21,7 @@ from cannikin.core.saved import number, whole
 from cannikin.core.values import Job
 from cannikin.errors import InvalidInputError, StateError
 from cannikin.runlog import RankInfo
-from cannikin.runtime.loop import Loop
+from cannikin.runtime.loop import Loop, loops_of
 from cannikin.runtime.memory import state_bytes
 from cannikin.runtime.wire import Exchange
 
@@ -45,8 +45,7 @@ def check_agreement(exchange: Exchange, job: Job, **settings: Any) -> None:
 
 def check_owner(optimizers: Sequence[torch.optim.Optimizer], loop: Loop) -> None:
     """Refuse an optimizer whose rates another engine scales already: both would, and neither could undo it."""
-    hooks = [hook for o in optimizers for hook in getattr(o, "_optimizer_step_pre_hooks", {}).values()]
-    owners = [owner for hook in hooks if isinstance(owner := getattr(hook, "__self__", None), Loop)]
+    owners = [owner for optimizer in optimizers for owner in loops_of(optimizer)]
     if any(owner is not loop and owner.coordinator.is_bound for owner in owners):
         raise InvalidInputError(
             "the optimizer belongs to another model with a loader, or to an earlier wrapper of this one: make a "

@@ -328,6 +328,11 @@ def find_device(device: torch.device) -> Device:
     return kind_of(device)(device)
 
 
+def name_of(device: Device) -> str:
+    """Return what a device is called: CANNIKIN_DEVICE in the environment overrides its own name."""
+    return os.environ.get("CANNIKIN_DEVICE") or device.name
+
+
 def kind_of(device: torch.device) -> type[Cpu] | type[Cuda]:
     """Return the kind of adapter, which also knows the backend of a group that is to be made."""
     if device.type not in DEVICES:

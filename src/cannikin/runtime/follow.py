@@ -19,8 +19,9 @@ import torch
 from cannikin.errors import BatchMatchError, InvalidInputError
 from cannikin.runtime.coordinator import Coordinator, Unplanned
 from cannikin.runtime.entry import BatchEntry
-from cannikin.runtime.loop import Loop
+from cannikin.runtime.loop import Loop, loops_of
 from cannikin.runtime.memory import MemoryGauge
+from cannikin.runtime.options import unwrapped
 from cannikin.runtime.step import StepInProgress
 
 _NOT_OF_FOLLOWERS = ("policy", "observers", "run_dir", "profiles")
@@ -108,8 +109,7 @@ class Follower(Loop):
 
 def leader_of(follows: Any, options: Any) -> Loop:
     """Return the steps of the model to follow; refuse what is none, and options that only that one can have."""
-    engine = getattr(follows, "engine", follows)
-    loop = getattr(engine, "loop", None)
+    loop = getattr(unwrapped(follows), "loop", None)
     if not isinstance(loop, Loop):
         kind = type(follows).__name__
         raise InvalidInputError(f"follows= is a {kind}: give the HeteroDataParallel, or what attach() returned for it")
@@ -125,6 +125,5 @@ def leader_of(follows: Any, options: Any) -> Loop:
 
 def _is_watched(optimizer: torch.optim.Optimizer, leader: Loop) -> bool:
     """Return whether the optimizer steps another model on the same batches too, which scales its rates already."""
-    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
-    owners = [getattr(hook, "__self__", None) for hook in hooks]
-    return any(owner is leader or (isinstance(owner, Follower) and owner._leader is leader) for owner in owners)
+    loops = loops_of(optimizer)
+    return any(loop is leader or (isinstance(loop, Follower) and loop._leader is leader) for loop in loops)

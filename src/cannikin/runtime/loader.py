@@ -28,7 +28,7 @@ from cannikin.runtime.engine import Engine
 from cannikin.runtime.entry import BatchEntry
 from cannikin.runtime.loop import Loop
 from cannikin.runtime.options import DataLoaderOptions, LoaderOptions, check_names, engine_of
-from cannikin.runtime.passes import CutStep, IndexSource, OverPasses, Passes, Source, job_of, refusing
+from cannikin.runtime.passes import NO_LENGTH, CutStep, IndexSource, OverPasses, Passes, Source, job_of, refusing
 from cannikin.runtime.streams import CommonStream, OwnStream, list_fingerprint, restore_sampler, sampler_state
 from cannikin.runtime.taken_apart import keywords_of
 
@@ -52,7 +52,6 @@ READ: dict[str, Any] = {
     "prefetch_factor": None,
     "persistent_workers": False,
 }
-NO_LENGTH = "an iterable dataset, or a sampler, without a length gives a loader without one"
 
 
 class HeteroDataLoader(OverPasses):

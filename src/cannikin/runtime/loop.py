@@ -28,13 +28,14 @@ from cannikin.core.cutting import EpochState, least_local
 from cannikin.core.lr import Worth
 from cannikin.core.values import NO_MAX, Plan
 from cannikin.errors import BatchMatchError, DisagreementError, InvalidInputError
+from cannikin.runtime.compiling import not_compiled, not_compiled_itself
 from cannikin.runtime.coordinator import Coordinator, Happened, Unplanned
 from cannikin.runtime.device import Device
 from cannikin.runtime.entry import BatchEntry, PendingSum, added_up, begins_alike, different_streams
 from cannikin.runtime.hook import Reducer
 from cannikin.runtime.memory import MemoryGauge
 from cannikin.runtime.notice import Notices
-from cannikin.runtime.parts import PartedForward, can_cut, not_compiled, not_compiled_itself, watch_forward
+from cannikin.runtime.parts import PartedForward, can_cut, watch_forward
 from cannikin.runtime.passage import at_end_of_backward
 from cannikin.runtime.profile_store import ProfileStore
 from cannikin.runtime.recorder import Recorder
@@ -777,6 +778,12 @@ class Loop:
             if self._device.slow_at_new_sizes and step.forward_size not in self._sizes:
                 self._sizes.add(step.forward_size)
                 step.valid = False
+
+
+def loops_of(optimizer: torch.optim.Optimizer) -> list[Loop]:
+    """Return those that watch an optimizer's steps."""
+    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
+    return [owner for hook in hooks if isinstance(owner := getattr(hook, "__self__", None), Loop)]
 
 
 def _explain_unmarked(output: Any, *, needed: bool) -> None:

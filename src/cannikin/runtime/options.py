@@ -196,9 +196,14 @@ def check_model(module: object, optimizer: object, policy: object) -> list[torch
     return optimizers
 
 
+def unwrapped(model: object) -> object:
+    """Return the engine of a HeteroDataParallel, and anything else as it is."""
+    return getattr(model, "engine", model)
+
+
 def engine_of(model: object) -> Engine:
     """Return the engine of a HeteroDataParallel, or the engine itself."""
-    engine = getattr(model, "engine", model)
+    engine = unwrapped(model)
     if not hasattr(engine, "bind"):
         raise InvalidInputError(
             f"model is a {type(model).__name__}, which has no cannikin engine: pass the cannikin.HeteroDataParallel "

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cannikin.core.values import Plan
 from cannikin.errors import InvalidInputError
+from cannikin.runtime.compiling import not_compiled_itself
 from cannikin.runtime.device import kind_of
 from cannikin.runtime.drawing import Draws
 from cannikin.runtime.engine import Engine
@@ -76,8 +77,7 @@ class HeteroDataParallel(DistributedDataParallel):
         if self.engine.rank == 0:
             _log.info("%s; %s", self.engine.weighting_reason, self.engine.lr_reason)
 
-    # The engine's work around forward is not for the compiler: it would break the graph at every line.
-    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator,no-untyped-call]
+    @not_compiled_itself
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run DDP's forward."""
         try:

@@ -13,30 +13,17 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
+from cannikin.runtime.compiling import not_compiled, not_compiled_itself
 from cannikin.runtime.memory import MemoryGauge, is_out_of_memory, missing_gradients, state_bytes
 from cannikin.runtime.parted_batch import LEAST_PART, PartedBatch, UncutError, bytes_for_loss, cut_sizes
 
 _RUN = "_run_ddp_forward"  # DDP's method that calls the module, the only thing in DDP that runs it
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def not_compiled(function: F) -> F:
-    """Keep a compiler from a function and from all that it calls, where it would trace what is around the module."""
-    kept: F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return kept
-
-
-def not_compiled_itself(function: F) -> F:
-    """Keep a compiler from a function, not from what it calls: in the end that is the module."""
-    kept: F = torch.compiler.disable(function, recursive=False)  # type: ignore[no-untyped-call]
-    return kept
 
 
 def can_cut(ddp: torch.nn.Module) -> bool:

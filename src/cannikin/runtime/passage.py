@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from cannikin.runtime.compiling import not_compiled
+
 
 @dataclass(slots=True)
 class _Stretch:
@@ -242,10 +244,10 @@ class LayerHooks:
         self._layer, self._passage = layer, passage
         self._outputs: list[torch.Tensor] = []  # of the forward under way
         for part in parts:
-            part.register_forward_pre_hook(_hook(self._before_wait), prepend=True)
-            part.register_forward_pre_hook(_hook(self._after_wait), with_kwargs=True)
-            part.register_forward_hook(_hook(self._before_hooks), prepend=True)
-            part.register_forward_hook(_hook(self._after_hooks))
+            part.register_forward_pre_hook(not_compiled(self._before_wait), prepend=True)
+            part.register_forward_pre_hook(not_compiled(self._after_wait), with_kwargs=True)
+            part.register_forward_hook(not_compiled(self._before_hooks), prepend=True)
+            part.register_forward_hook(not_compiled(self._after_hooks))
 
     def _in_forward(self) -> Passage | None:
         passage = self._passage()
@@ -296,8 +298,3 @@ def _with_gradient(values: Any) -> list[torch.Tensor]:
 
 def _on_gradient(tensor: Any, function: Callable[[], None]) -> None:
     tensor.register_hook(lambda gradient: function())
-
-
-def _hook(function: Callable[..., Any]) -> Any:
-    """Keep a compiler from a hook, which it would trace with the module."""
-    return torch.compiler.disable(function)  # type: ignore[no-untyped-call]

@@ -23,6 +23,8 @@ from cannikin.runtime.entry import BatchEntry, BatchSource
 from cannikin.runtime.loop import Loop
 from cannikin.runtime.options import DrawOptions, LoaderOptions
 
+NO_LENGTH = "an iterable dataset, or a sampler, without a length gives a loader without one"
+
 _log = logging.getLogger("cannikin")
 
 if TYPE_CHECKING:  # an engine makes draws, which are cut here
@@ -277,7 +279,7 @@ class Passes:
     def __len__(self) -> int:
         """Steps of the pass underway, or else of the next, with the plan in force for all that are not cut yet."""
         if self._num_samples is None:
-            raise TypeError("an iterable dataset, or a sampler, without a length gives a loader without one")
+            raise TypeError(NO_LENGTH)
         cutter = self._cutter
         if self.bookmark.underway and cutter is not None and cutter.num_cut and cutter.plan is not None:
             return cutter.num_cut + self._steps_from(cutter.position, cutter.plan)

@@ -25,7 +25,7 @@ from cannikin.core.planner import DevicePlanner
 from cannikin.core.profiles import Profile, check_profiles
 from cannikin.errors import StateError
 from cannikin.runlog import RankInfo
-from cannikin.runtime.device import Device
+from cannikin.runtime.device import Device, name_of
 from cannikin.runtime.wire import Exchange
 from cannikin.whole_files import whole_file
 
@@ -35,13 +35,10 @@ _LOCK_S = 5.0  # that a writer waits for others, who take milliseconds
 
 
 def introduce(exchange: Exchange, device: Device) -> list[RankInfo]:
-    """Return who the ranks are, by rank; the same list on all of them, which must all ask.
-
-    CANNIKIN_DEVICE in the environment overrides a device's name.
-    """
+    """Return who the ranks are, by rank; the same list on all of them, which must all ask."""
     mine = RankInfo(
         host=socket.gethostname(),
-        device=os.environ.get("CANNIKIN_DEVICE") or device.name,
+        device=name_of(device),
         memory_bytes=device.memory_bytes,
         memory_limit_bytes=None if device.memory is None else device.memory.limit(),
         **device.data_sheet(),

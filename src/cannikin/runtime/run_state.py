@@ -13,6 +13,7 @@ import torch
 from cannikin._version import __version__
 from cannikin.errors import InvalidInputError, StateError
 from cannikin.runtime.engine import Engine
+from cannikin.runtime.options import unwrapped
 from cannikin.runtime.randomness import digest, get_randomness, set_randomness
 
 
@@ -108,7 +109,7 @@ def _by_name(engine: Engine, objects: Mapping[str, Any]) -> dict[str, Any]:
             found[name] = value
 
     for name, value in chain(engine.parts().items(), objects.items()):
-        other = getattr(value, "engine", value)
+        other = unwrapped(value)
         if isinstance(other, Engine) and other is not engine:  # a second model, which trains on the first one's batches
             for label, part in other.parts().items():
                 if part is not None:
