@@ -74,8 +74,8 @@ def find_origins(
     """Return what is known of each rank's device, from a saved state and from stored profiles: the newer knows more.
 
     A device that the state has measured keeps its whole curve, unless this very device was stored later and then took
-    a tenth more time or less: the profile takes its place. For another device of a kind that the state knows the newer
-    of the two stands; for one that it does not know, the profile.
+    a tenth more time or less: the profile takes its place. If the state knows only the kind, use the newer of state and
+    profile; if not even that, the profile.
 
     Args:
         state: of a `Controller`.

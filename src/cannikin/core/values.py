@@ -225,7 +225,7 @@ class StepWindow:
             taken. Only needed where one rank trains alone.
         max_batch: the largest local batch that each rank's memory allows, as far as is known, [n].
         accumulated: batches whose gradients had piled up since the optimizer's last step, this one included, [S]. Norms
-            are of a mean over so many times `local_batches`; the group of an optimizer step ends where times are valid.
+            are of a mean over so many times `local_batches`. Times are valid only in the last step of such a group.
         layers: times by segment, where ranks meet layer by layer. `before_s` and `ready_s` are then sums of its
             `compute_s`, forward's and backward's, and `done_s` counts from `before_s` after the step's start: all
             waiting of a step lies between `ready_s` and `done_s`.

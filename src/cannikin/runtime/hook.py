@@ -36,7 +36,7 @@ class Reducer(Protocol):
     """
 
     group: Any  # the ranks to sum over
-    num_first_steps: int  # steps whose times do not count, since buckets are rebuilt after them
+    num_first_steps: int  # first steps whose times do not count: DDP rebuilds its buckets after them
     step: StepInProgress | None  # gradients from now on are this step's
     unmatched: bool  # the last gradients were of a forward that no batch belongs to
     bucket_bytes: list[int]  # what the last step's reductions carried

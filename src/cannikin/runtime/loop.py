@@ -61,10 +61,10 @@ from cannikin.runtime.weighting import (
 from cannikin.runtime.wire import Exchange
 
 _NO_BACKWARD = -1  # what torch says where none is under way
-_CUT = 30  # steps in parts after which these are measured: plans do not spare this rank
+_CUT = 30  # after this many steps in parts, measure such steps too: plans have not lowered this rank's batch
 _KNOWN = 4  # tensors of a batch by which its forward may be known
 _UNPLANNED = 30  # batches of the script's own after which somebody should hear that nothing adapts
-_UNUSED = 30  # gradients that nobody used after which somebody should look
+_UNUSED = 30  # warn after this many gradients that no step of our optimizer has used
 
 
 class StepWatcher(Protocol):
@@ -136,7 +136,7 @@ class Loop:
         self._pass_over = False
         self.followers: list[Callable[[], AbstractContextManager[None]]] = []  # their no_sync
         self.watcher: StepWatcher | None = None  # a Snapshot, or a RayRun
-        self._may_be_over = False  # the pass, as far as is known before a batch is read
+        self._may_be_over = False  # whether the pass may have ended: the next batch has not been read yet
 
     def register(self, module: torch.nn.Module) -> None:
         """Set the hooks around forward and the optimizer."""
@@ -244,8 +244,8 @@ class Loop:
     def between_steps(self, *, is_over: bool | None) -> float:
         """Let a snapshot be taken before the next batch is read; return the seconds that it took.
 
-        `is_over` is whether the pass has no more batches, so that the script still has to finish its epoch. Where that
-        is not known before one has been read, None, a snapshot is taken once it has.
+        `is_over` is whether the pass has no more batches, so that the script still has to finish its epoch. None:
+        unknown until the next batch is read; the snapshot waits for that.
         """
         if self.watcher is None:
             return 0.0

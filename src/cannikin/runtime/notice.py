@@ -29,8 +29,8 @@ from cannikin.core.values import Plan
 from cannikin.errors import InvalidInputError
 from cannikin.runtime.hook import DdpReducer
 
-_FIRST_DDP_LOOK = 2  # steps before which a second model is looked for: it has trained by then, mostly;
-_LATER_DDP_LOOKS = 32  # or else by one of the powers of two from this one on
+_FIRST_DDP_LOOK = 2  # look for a second model at this step: by then it has usually trained
+_LATER_DDP_LOOKS = 32  # and again at each power of two from this step on
 _SINGLE_NUMBERS = 2  # entries of a vector that are a number or two per rank, whatever the local batch
 _TORCH, _OURS = (os.path.dirname(file) + os.sep for file in (torch.__file__, os.path.dirname(__file__)))
 _WRAPPERS = (typing_extensions.__file__, contextlib.__file__)  # that torch's functions are decorated by

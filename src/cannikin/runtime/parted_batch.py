@@ -112,8 +112,8 @@ class PartedBatch:
     def rehearse(self, size: int, gauge: MemoryGauge, *, all_used: bool) -> tuple[list[bool], int]:
         """Run the first samples forward and backward to no effect; which outputs have a gradient, and bytes held.
 
-        Beside it there is what there will be in earnest: sums of gradients, and for the whole batch the outputs, their
-        gradients and what the loss keeps of them.
+        Meanwhile hold memory of the size that the real step needs: sums of gradients, and for the whole batch its
+        outputs, their gradients and what the loss keeps of them.
         """
         if not any(self._cut):
             raise UncutError(f"no input has {self.size} samples in dimension 0")

@@ -5,7 +5,8 @@ the same in the same order, which a number per step tells: `fingerprint` of its 
 beside the training and compared before any gradient leaves a rank.
 
 Of streams of their own ranks take as many samples as the plan gives them; one whose stream has ended takes part with
-padding until all have. Should these begin with the same samples on all ranks, a number tells that as well.
+padding until all have. A number also shows whether all ranks' own streams begin with the same samples, which is an
+error.
 """
 
 from __future__ import annotations

@@ -220,8 +220,8 @@ class Pile:
     def add(self, step: StepInProgress) -> list[StepInProgress]:
         """Put a step whose backward begins on top, once; return those whose gradients nobody will use.
 
-        Norms tell of the noise where all of the bucket is this rank's own, from batches split alike: of gradients that
-        pile up under no_sync, or of the first batch after a step of the optimizer.
+        Norms are usable only if the bucket holds this rank's gradients alone, from batches split alike. It does in two
+        cases: under no_sync, and in the first batch after an optimizer step.
         """
         if step.accumulated:
             return []

@@ -41,9 +41,8 @@ _RELEARNED = 5.0  # steps
 _SAME, _EVEN = 0.002, 1.5
 _WORTH, _STAY = 0.005, 0.25
 # A change must also save what it costs over the steps that the plan may live: as many as the cluster has been steady
-# for, and not fewer than `_LEAST_LIFE`, or `_STEADY_LIFE` while no rank was ever seen to change its speed. Once a plan
-# has been learned it costs `_RISK` steps more than was measured, since sizes that were never run may suit the devices
-# less.
+# for, and not fewer than `_LEAST_LIFE`, or `_STEADY_LIFE` while no rank was ever seen to change its speed. Once the
+# model is learned, add `_RISK` steps to the measured cost: a size never run may be slower than the model says.
 _LEAST_LIFE, _STEADY_LIFE, _RISK = 100, 300, 1.0
 # A split may be this much slower than the best where that changes fewer batches, or makes them multiples of these.
 _FREE, _UNITS = 0.003, (8, 4, 2, 1)
