@@ -12,9 +12,9 @@ from told import Warned, collecting_warnings
 from training_cases import Numbered, TinyNet, make_model, one_epoch
 
 from cannikin.runtime.device import Cpu
+from cannikin.runtime.exchange import Exchange
 from cannikin.runtime.loader import HeteroDataLoader
 from cannikin.runtime.profile_store import introduce, model_key
-from cannikin.runtime.wire import Exchange
 
 SAMPLE_S = (1e-3, 4e-3)  # of each rank, for a sample, in forward and again in backward
 TOTAL = 12

@@ -21,9 +21,9 @@ from cannikin.core.saved import number, whole
 from cannikin.core.values import Job
 from cannikin.errors import InvalidInputError, StateError
 from cannikin.runlog import RankInfo
+from cannikin.runtime.exchange import Exchange
 from cannikin.runtime.loop import Loop, loops_of
 from cannikin.runtime.memory import state_bytes
-from cannikin.runtime.wire import Exchange
 
 
 def policy_name(policy: str | Planner) -> str:

@@ -22,10 +22,10 @@ from cannikin.core.schedule import ANNOUNCE, GATHER, IN_FORCE, INSTALL, LEARN, S
 from cannikin.core.values import NO_MAX, Job, Plan
 from cannikin.runtime.device import Device, HostCopy
 from cannikin.runtime.entry import BatchEntry
+from cannikin.runtime.exchange import Exchange
 from cannikin.runtime.step import StepInProgress
 from cannikin.runtime.update import Rates, Update
 from cannikin.runtime.wire import (
-    Exchange,
     Gathered,
     check_cuts,
     decode_decision,

@@ -44,6 +44,7 @@ from cannikin.runtime.coordinator import Coordinator, Unplanned
 from cannikin.runtime.device import Device, find_device
 from cannikin.runtime.drawing import Draws
 from cannikin.runtime.entry import BatchEntry, BatchSource
+from cannikin.runtime.exchange import Exchange, pause_at_exit, when_gone
 from cannikin.runtime.follow import Follower, leader_of
 from cannikin.runtime.hook import DdpReducer, Reducer
 from cannikin.runtime.loop import Loop
@@ -64,7 +65,6 @@ from cannikin.runtime.weighting import (
     refuse_sparse,
     weighted,
 )
-from cannikin.runtime.wire import Exchange, pause_at_exit, when_gone
 
 
 class Engine:

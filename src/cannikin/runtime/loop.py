@@ -32,6 +32,7 @@ from cannikin.runtime.compiling import not_compiled, not_compiled_itself
 from cannikin.runtime.coordinator import Coordinator, Happened, Unplanned
 from cannikin.runtime.device import Device
 from cannikin.runtime.entry import BatchEntry, PendingSum, added_up, begins_alike, different_streams
+from cannikin.runtime.exchange import Exchange
 from cannikin.runtime.hook import Reducer
 from cannikin.runtime.memory import MemoryGauge
 from cannikin.runtime.notice import Notices
@@ -58,7 +59,6 @@ from cannikin.runtime.weighting import (
     watch_outputs,
     weigh,
 )
-from cannikin.runtime.wire import Exchange
 
 _NO_BACKWARD = -1  # what torch says where none is under way
 _CUT = 30  # after this many steps in parts, measure such steps too: plans have not lowered this rank's batch

@@ -17,9 +17,9 @@ from cannikin.runtime.compiling import not_compiled_itself
 from cannikin.runtime.device import kind_of
 from cannikin.runtime.drawing import Draws
 from cannikin.runtime.engine import Engine
+from cannikin.runtime.exchange import Exchange
 from cannikin.runtime.options import DdpOptions, DrawOptions, OneOrMore, Options, check_model, check_names
 from cannikin.runtime.sharded import sharded
-from cannikin.runtime.wire import Exchange
 
 _log = logging.getLogger("cannikin")
 

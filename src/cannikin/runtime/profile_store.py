@@ -26,7 +26,7 @@ from cannikin.core.profiles import Profile, check_profiles
 from cannikin.errors import StateError
 from cannikin.runlog import RankInfo
 from cannikin.runtime.device import Device, name_of
-from cannikin.runtime.wire import Exchange
+from cannikin.runtime.exchange import Exchange
 from cannikin.whole_files import whole_file
 
 _FORMAT = "cannikin-profiles"
