@@ -38,6 +38,7 @@ class Follower(Loop):
     def __init__(self, leader: Loop, **parts: Any) -> None:
         super().__init__(**parts)
         self._leader = leader
+        self._mistakes.seeks_unplanned = False  # it is the first model's loop
         self.memory = MemoryGauge(None)  # the first model's gauge sees the memory of both
 
     def register(self, module: torch.nn.Module) -> None:
@@ -58,7 +59,7 @@ class Follower(Loop):
 
     def _watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if _is_watched(optimizer, self._leader):
-            self._num_unused = None  # its steps are seen there
+            self._mistakes.note_update()  # its steps are seen there
             optimizer.register_step_post_hook(self._pile.clear)
         else:
             super()._watch_optimizer(optimizer)
@@ -94,9 +95,6 @@ class Follower(Loop):
 
     def _compare_told(self, previous: StepInProgress) -> None:
         """Do nothing: the first model's numbers are this one's."""
-
-    def _warn_if_unplanned(self) -> None:
-        """Say nothing: the first model does."""
 
     def _meet(self, entry: BatchEntry, previous: StepInProgress | None) -> None:
         """Do nothing: the first model meets for both."""

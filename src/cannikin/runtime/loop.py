@@ -31,10 +31,11 @@ from cannikin.errors import BatchMatchError, DisagreementError, InvalidInputErro
 from cannikin.runtime.compiling import not_compiled, not_compiled_itself
 from cannikin.runtime.coordinator import Coordinator, Happened, Unplanned
 from cannikin.runtime.device import Device
-from cannikin.runtime.entry import BatchEntry, PendingSum, added_up, begins_alike, different_streams
+from cannikin.runtime.entry import BatchEntry, PendingSum, added_up, different_streams
 from cannikin.runtime.exchange import Exchange
 from cannikin.runtime.hook import Reducer
 from cannikin.runtime.memory import MemoryGauge
+from cannikin.runtime.mistakes import Mistakes
 from cannikin.runtime.notice import Notices
 from cannikin.runtime.parts import PartedForward, can_cut, watch_forward
 from cannikin.runtime.passage import at_end_of_backward
@@ -63,8 +64,7 @@ from cannikin.runtime.weighting import (
 _NO_BACKWARD = -1  # what torch says where none is under way
 _CUT = 30  # after this many steps in parts, measure such steps too: plans have not lowered this rank's batch
 _KNOWN = 4  # tensors of a batch by which its forward may be known
-_UNPLANNED = 30  # batches of the script's own after which somebody should hear that nothing adapts
-_UNUSED = 30  # warn after this many gradients that no step of our optimizer has used
+_COMPARED = 30  # first steps without a loader in which ranks compare the numbers of use_batch()
 
 
 class StepWatcher(Protocol):
@@ -127,11 +127,9 @@ class Loop:
         self._sizes: set[int] = set()  # local batches with which a step has been finished
         self._pile = Pile(update, out_of_sight=reducer.keeps_piles)
         self._num_taken = 0
-        self._has_skipped = False  # whether the warning about skipped batches was given
-        self._seeks_alike = exchange.rank == 0  # streams of ranks' own, until they have been warned of
         self._told: tuple[PendingSum, BatchEntry] | None = None  # numbers of use_batch() that ranks compare
         self._num_compared = 0
-        self._num_unused: int | None = 0  # gradients that no optimizer step of ours has used; None after the first one
+        self._mistakes = Mistakes(exchange.rank, exchange.world_size)
         self._pass: dict[str, int] | None = None  # where a pass begins, until the ranks have agreed on it
         self._pass_over = False
         self.followers: list[Callable[[], AbstractContextManager[None]]] = []  # their no_sync
@@ -425,14 +423,7 @@ class Loop:
             self.queue.leave_step()
         skipped = self.queue.skip_to(inputs) if self.queue.is_over(self.step) else []
         self._forgo(skipped)
-        if skipped and not self._has_skipped:
-            self._has_skipped = True
-            warnings.warn(
-                f"{len(skipped)} batches were taken and never trained on: that is fine where every rank left them out; "
-                "to resume a run, loader.load_state_dict(saved) begins at the next sample and reads none twice",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        self._mistakes.note_skipped(len(skipped))
 
     def skip_batch(self) -> None:
         """Leave out the oldest batch that waits."""
@@ -497,8 +488,9 @@ class Loop:
                 previous.unwatch()
                 self._add_to_pile(previous)
                 self._pile.end_step(previous)
-                self._warn_if_unused(previous)
-            self._warn_if_alike(previous)
+                if previous.synced and self.coordinator.is_bound:
+                    self._mistakes.note_gradient()
+            self._mistakes.note_batch(previous.entry)
         self._meet(entry, previous)
         step = StepInProgress(entry=entry, valid=self._num_taken >= self._reducer.num_first_steps, loss_scale=scale)
         step.previous_end = None if previous is None else previous.optimizer_end
@@ -507,8 +499,10 @@ class Loop:
         step.take_norms = self.coordinator.takes_norms(self._update.num_steps) or self._reducer.compares
         self._notices.begin_step(self._num_taken, self.coordinator.plan_at(entry.step))
         self._num_taken += 1
-        self._warn_if_unplanned()
-        self._warn_of_padding(entry)
+        if not self.coordinator.is_bound:
+            self._mistakes.note_unplanned(self._num_taken)
+        if entry.is_padding and self._counts_padding:
+            self._mistakes.note_padding(entry.step)
         self.memory.begin_step(entry.size)
         self._reducer.step = step
         return step
@@ -563,44 +557,6 @@ class Loop:
         if work is not None:
             self.step.ahead = self._device.mark(), work
 
-    def _warn_if_unused(self, previous: StepInProgress) -> None:
-        """Say so once where another optimizer steps the parameters, or none."""
-        if self._num_unused is None or not (previous.synced and self.coordinator.is_bound):
-            return
-        self._num_unused += 1
-        if self._num_unused == _UNUSED:
-            warnings.warn(
-                f"{_UNUSED} gradients, and step() of the optimizer that HeteroDataParallel was given has not been "
-                "called: nothing is measured and no learning rate is scaled; give it the optimizer that the loop steps",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-
-    def _warn_if_alike(self, previous: StepInProgress) -> None:
-        """Say so once where every rank draws the same samples from what should be a stream of its own."""
-        if self._seeks_alike and begins_alike(previous.entry):
-            self._seeks_alike = False
-            warnings.warn(
-                "the streams that ranks have of their own (sharded=True, a split by rank, or like() of an iterator) "
-                "begin with the same samples on all of them, so that every sample is trained on once per rank: give "
-                "each rank a part, such as files[rank::world_size] or a shuffle by a seed of its own; or, where all "
-                "read the same stream, leave sharded=True out, and each is given its slice",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-
-    def _warn_of_padding(self, entry: BatchEntry) -> None:
-        """Say so once where samples that count for nothing enter statistics that we do not make."""
-        if entry.is_padding and self._counts_padding:
-            self._counts_padding = False
-            warnings.warn(
-                f"rank {self._exchange.rank} has no samples in step {entry.step} and takes part with others' in its "
-                "place, which SyncBatchNorm counts all the same, so that its statistics and gradients are off in such "
-                "steps: pass drop_last=True, or shards of equal length, so that every rank has samples",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-
     def _compare_told(self, previous: StepInProgress) -> None:
         """Refuse totals that the local batches do not make, where no loader's plan is there to compare them with."""
         if self._told is not None:
@@ -614,22 +570,11 @@ class Loop:
                     "were weighted wrongly: pass the samples of all ranks together as total"
                 )
         counts = self._weighting != "none" and not self.coordinator.is_bound
-        if previous.synced and counts and self._num_compared < _UNPLANNED:
+        if previous.synced and counts and self._num_compared < _COMPARED:
             self._num_compared += 1
             entry = previous.entry
             total = float(entry.total_batch)
             self._told = self._exchange.start_sum(total, entry.local_batch, total**2), entry
-
-    def _warn_if_unplanned(self) -> None:
-        """Say so once where a script of several ranks tells what it has drawn, and nobody tells it what to draw."""
-        if self._num_taken == _UNPLANNED and not self.coordinator.is_bound and self._exchange.world_size > 1:
-            warnings.warn(
-                f"{_UNPLANNED} batches by use_batch(), and the model has no loader: gradients are right, but nothing "
-                "adapts to the ranks' speeds; draw as many samples as `for local, total in model.batches(batch_size="
-                "...)` says, or use a HeteroDataLoader",
-                RuntimeWarning,
-                stacklevel=2,
-            )
 
     def _loss_scale(self) -> torch.Tensor | None:
         """Return what a GradScaler multiplies the next loss by, as it is now."""
@@ -743,7 +688,8 @@ class Loop:
 
     def _begin_update(self, rates: Rates) -> None:
         self._statistics.finish_average()
-        step, self._num_unused = self.step, None
+        step = self.step
+        self._mistakes.note_update()
         if self._reducer.unmatched and (self.coordinator.is_bound or self.queue):
             self._reducer.unmatched = False
             raise BatchMatchError(
