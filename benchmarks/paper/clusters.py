@@ -13,6 +13,7 @@ from cannikin.sim.catalog import ClusterSpec, DeviceSpec, LinkSpec, NodeSpec, lo
 from cannikin.sim.hardware import Machine, build_machine
 from cannikin.sim.workload import find_workload
 
+EQUAL = "equal"  # 16 ranks like an RTX 6000, each in a server of its own, at 10 Gbit/s
 ONE_SHARE = 1 / 3  # of forward, on every device: backward has two products for each of forward's
 # The least share of forward that was measured anywhere, and the largest (.40) with an optimizer's step on top.
 SHARE_RANGE = (0.19, 0.45)
@@ -20,8 +21,22 @@ NUM_DRAWS = 10
 _SWEEP_RANKS = 16
 
 
-def machine_at(cluster: str, workload: str, bandwidth_gbit: float | None = None) -> Machine:
-    """Return a cluster that runs a workload, with another bandwidth between servers where one is given."""
+def machine_at(
+    cluster: str, workload: str, bandwidth_gbit: float | None = None, new_size: float | None = None
+) -> Machine:
+    """Return a cluster that runs a workload.
+
+    Args:
+        cluster: by name, or `EQUAL` for 16 ranks like an RTX 6000.
+        workload: by name.
+        bandwidth_gbit: between servers, where it is not the cluster's own.
+        new_size: what the first step at a new batch size takes, over a step, where it is not the simulator's 1.34.
+    """
+    machine = unlike_ranks(workload, 1.0) if cluster == EQUAL else _catalogued(cluster, workload, bandwidth_gbit)
+    return machine if new_size is None else replace(machine, new_size=new_size - 1.0)
+
+
+def _catalogued(cluster: str, workload: str, bandwidth_gbit: float | None) -> Machine:
     spec = load_cluster_spec(cluster)
     if bandwidth_gbit is not None:
         spec = msgspec.structs.replace(spec, link=msgspec.structs.replace(spec.link, bandwidth_gbit=bandwidth_gbit))

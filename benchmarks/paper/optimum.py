@@ -93,10 +93,10 @@ def equal_split(machine: Machine, job: Job, total_batch: int) -> IntArray:
     return best_split(replace(machine, bucket_s=np.zeros_like(machine.bucket_s)), job, total_batch)
 
 
-def lb_bsp_split(machine: Machine, job: Job, total_batch: int) -> IntArray:
+def lb_bsp_split(machine: Machine, job: Job, total_batch: int, samples_moved: int = 5) -> IntArray:
     """Return where LB-BSP ends at a fixed total: its own planner, shown steps without noise until it stays."""
     fixed = replace(job, batch_size=total_batch, max_batch_size=None)
-    planner, batches = LbBspPlanner(fixed), None
+    planner, batches = LbBspPlanner(fixed, samples_moved=samples_moved), None
     split = planner.decide(None, fixed, 0).plan.local_batches
     while split != batches:
         batches = split

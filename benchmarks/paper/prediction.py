@@ -18,6 +18,7 @@ from cannikin.sim.runs import find_machine, job_for
 from cannikin.sim.simulation import Simulation
 from cannikin.sim.workload import find_workload
 
+UNCORRECTED = "cannikin: without the learned factor"
 METHODS = ("cannikin", "paper, weighted", "paper, plain mean")
 _STEPS = 800
 _EPOCH_STEPS = 100
@@ -28,7 +29,8 @@ def prediction_errors(cluster: str, workload: str, seed: int, num_points: int = 
     """Return the predicted step time of each method's plan after 800 steps over the best split's, minus 1.
 
     The best split is the ground truth's own, its time the median of 1,000 noisy steps. "METHOD: before it ran" are the
-    errors of all plans for splits that had not run, by the steps that then ran under them.
+    errors of all plans for splits that had not run, by the steps that then ran under them. `UNCORRECTED` is what the
+    model alone predicts, without the factor by which its steps turned out to take longer.
     """
     machine, found = find_machine(cluster, workload), find_workload(workload)
     whole = job_for(machine, found)
@@ -39,13 +41,22 @@ def prediction_errors(cluster: str, workload: str, seed: int, num_points: int = 
         row: dict[str, Any] = {"total_batch": total, "best_s": best_s}
         for method in METHODS:
             told = Predictions()
-            simulation = Simulation(machine, _planner(method, job), job, seed=seed, observers=(told,))
+            planner = _planner(method, job)
+            simulation = Simulation(machine, planner, job, seed=seed, observers=(told,))
             run = simulation.run(max_steps=_STEPS)
             row[method] = None if told.predicted_ms is None else told.predicted_ms / 1e3 / best_s - 1
+            if isinstance(planner, Controller):
+                row[UNCORRECTED] = _uncorrected(planner, machine.names, row[method])
             row[f"{method}: before it ran"] = [each.error for each in told.outcomes if each.error is not None]
             row[f"{method}: reached"] = settled_step_s(machine, np.array(run.plan.local_batches), seed) / best_s - 1
         rows.append(row)
     return rows
+
+
+def _uncorrected(planner: Controller, names: tuple[str, ...], error: float | None) -> float | None:
+    """Return the error without the factor by which steps took longer than the model said, which they taught it."""
+    learned = planner.cluster([(name, name) for name in names])
+    return None if learned is None or error is None else (1 + error) / learned.slowdown - 1
 
 
 def _planner(method: str, job: Job) -> Planner:

@@ -13,6 +13,8 @@ LB_BSP_EPOCHS = 10  # LB-BSP needs more than these
 
 # Largest error of the predicted OptPerf on cluster A.
 PREDICTION_ERRORS = {"NeuMF, ResNets": 0.03, "BERT, DeepSpeech2": 0.07}
+LIMIT_OF = dict.fromkeys(("ncf", "cifar10", "imagenet"), "NeuMF, ResNets")
+LIMIT_OF |= dict.fromkeys(("bert", "deepspeech2"), "BERT, DeepSpeech2")
 UNWEIGHTED_ERROR = 0.21  # without inverse-variance weighting
 
 # The planner's share of the training time on cluster B: in the worst epoch, and over the run. None: far below 1%.
@@ -46,6 +48,7 @@ REAL = {
     "adaptdl": f"CIFAR-10 40 to 45%, NeuMF 36 to 39%, AdaptDL's policy in our runtime ({_GPU})",
     "lb-bsp@B0": f"CIFAR-10 52 to 55%, NeuMF 66 to 67% ({_GPU})",
     "ddp@best": "none",
+    "lb-bsp-5@best": "none",
     "lb-bsp@best": "none",
     "paper": f"no training; its split after 5 or 6 short epochs 0.0 to 2.3% above the best, ours 0.0 to 1.8% ({_NCCL})",
     "sharing": "a load on one of three shares, answered after 15 steps ([GPU, the limit](2026-11-16-gpu.md))",
@@ -57,7 +60,8 @@ REAL = {
     f"ranks ({_OVERLAP}), all chosen for it",
     "change": "none",
     "sweep": f"step time below even, speeds 1, .8, .6: 3 to 18%; 1, .5, .25: 8 to 52% ({_NCCL})",
-    "prediction": f"before a plan ran median 2.4 and 1.9%, worst 8.2 and 6.9% (28 and 16 plans, {_NCCL})",
+    "prediction": f"before a plan ran median 2.4 and 1.9%, worst 8.2 and 6.9% (28 and 16 plans, {_NCCL}); median 5.5 "
+    f"and 3.8%, worst 18.8 and 27.4% on CPU ranks ({_OVERLAP})",
     "overhead": f"an even plan beyond DDP: ResNet-50 0.4%, BERT -0.7% ({_NCCL}); CPU ranks 0.8 to 2.9% "
     "([overhead](2026-11-15-overhead-cpu.md))",
 }

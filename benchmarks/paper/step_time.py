@@ -30,16 +30,25 @@ def rows_of(cells: dict[str, Any]) -> Iterator[tuple[str, str, str, dict[str, An
 
 def largest_gains(cells: dict[str, Any], cluster: str, gbit: str) -> dict[str, tuple[float, str, int]]:
     """Return how far ours is below `even` and `lb-bsp` at most, with the workload and total where it is."""
-    found: dict[str, tuple[float, str, int]] = {}
-    for name in ("even", "lb-bsp"):
-        gains = [
-            (1 - row["cannikin"] / row[name], workload, row["total_batch"])
-            for where, link, workload, row in rows_of(cells)
-            if (where, link) == (cluster, gbit) and name in row
-        ]
-        if gains:
-            found[name] = max(gains)
+    return {name: max(gains) for name, gains in _gains(cells, cluster, gbit).items()}
+
+
+def _gains(cells: dict[str, Any], cluster: str, gbit: str) -> dict[str, list[tuple[float, str, int]]]:
+    """Return how far ours is below `even` and `lb-bsp`, with workload and total, of every cell that has the rival."""
+    found: dict[str, list[tuple[float, str, int]]] = {}
+    for where, link, workload, row in rows_of(cells):
+        if (where, link) == (cluster, gbit):
+            for name in ("even", "lb-bsp"):
+                if name in row:
+                    gain = 1 - row["cannikin"] / row[name]
+                    found.setdefault(name, []).append((gain, workload, row["total_batch"]))
     return found
+
+
+def above(cells: dict[str, Any], rival: str) -> list[float]:
+    """Return how far ours is above a rival where it is, by a 10,000th or more, of all cells that have both."""
+    excess = [row["cannikin"] / row[rival] - 1 for *_, row in rows_of(cells) if rival in row]
+    return sorted(share for share in excess if share >= 1e-4)
 
 
 def overlap_gains(cells: dict[str, Any], shares: str) -> list[tuple[float, str]]:
@@ -65,17 +74,24 @@ def steps(cells: dict[str, Any]) -> Page:
         "Without noise, each policy settled; in brackets over `even`. `equal` is LB-BSP's goal, equal compute times, "
         "to the sample; `lb-bsp` is where its own steps of 5 samples end. `best` is the ground truth's own optimum. "
         "`-` under `even`: DDP cannot hold that total, since the same batch does not fit into every rank's memory. "
-        "`after a change`: the total has just grown by a tenth of its range.",
+        "`after a change`: the total has just grown by a tenth of its range; `-` there: the total before would have "
+        "been below the initial one, or, in the column of ours alone, the planner had measured no batches near enough "
+        "to split the new total by its model, and would have kept each rank's share.",
         "",
         f"All {len(own)} cells are in `paper.json`; below are the largest gains of each cluster and network, then "
         "all of cluster B at 10 Gbit/s.",
         "",
         table(
-            ["cluster", "Gbit/s", "most below even", "most below lb-bsp", "ours above best: median", "largest"],
+            [
+                *("cluster", "Gbit/s", "most below even", "most below lb-bsp", "most above even", "most above lb-bsp"),
+                *("ours above best: median", "largest"),
+            ],
             [row for cluster in CLUSTERS for gbit in LINKS_GBIT for row in _largest(cells, cluster, f"{gbit:g}")],
         ),
         "",
         f"Paper, cluster B: up to {below(published.STEP_BELOW)}.",
+        "",
+        _other_side(cells),
         "",
         *_overlap(cells),
     ]
@@ -107,12 +123,27 @@ def _totals(rows: list[dict[str, Any]]) -> str:
 
 
 def _largest(cells: dict[str, Any], cluster: str, gbit: str) -> Iterator[list[str]]:
-    gains = largest_gains(cells, cluster, gbit)
+    gains = _gains(cells, cluster, gbit)
     if gains:
-        told = [f"{gain:.0%} ({workload}, {total:,})" for gain, workload, total in gains.values()]
+        told = [f"{gain:.0%} ({workload}, {total:,})" for gain, workload, total in map(max, gains.values())]
+        for gain, workload, total in map(min, gains.values()):
+            told.append(f"{-gain:.1%} ({workload}, {total:,})" if gain <= -1e-4 else "nowhere")
         rows = [row for where, link, _, row in rows_of(cells) if (where, link) == (cluster, gbit)]
         above = [row["cannikin"] / row["best"] - 1 for row in rows]
         yield [cluster, gbit, *told, f"{np.median(above):.1%}", f"{max(above):.1%}"]
+
+
+def _other_side(cells: dict[str, Any]) -> str:
+    """Say where ours is the slower one."""
+    told = []
+    for rival, name in (("lb-bsp", "settled LB-BSP"), ("even", "the even split")):
+        found, num = above(cells, rival), sum(rival in row for *_, row in rows_of(cells))
+        far = sum(share > _NOTHING for share in found)
+        worst = f", by {found[-1]:.1%} at worst and by more than {_NOTHING:.0%} in {far}" if found else ""
+        told.append(f"0.01% or more above {name} in {len(found)} of {num} cells{worst}")
+    lost = [row for *_, row in rows_of(cells) if "lb-bsp after a change" in row]
+    missing = sum("cannikin after a change" not in row for row in lost)
+    return f"Ours is {'; '.join(told)}. After a change LB-BSP has {len(lost)} cells, {missing} of which ours lacks."
 
 
 def _overlap(cells: dict[str, Any]) -> list[str]:
@@ -169,12 +200,14 @@ def settled_gains(cells: dict[str, Any]) -> list[tuple[float, str]]:
 
 def _settled(cells: dict[str, Any]) -> str:
     far = [by for gain, by in settled_gains(cells) if gain >= _MATTERS]
+    rows = [row for *_, row in rows_of(cells) if "lb-bsp" in row]
+    over_best = sum(row["lb-bsp"] / row["best"] - 1 >= _MATTERS for row in rows)
     goal = sum(gain >= _MATTERS for gain, _ in overlap_gains(cells, "own"))
     return (
-        f"With each kind's own share, LB-BSP settled is {_MATTERS:.0%} or more above the best split in {len(far)} of "
-        f"{len(settled_gains(cells))} cells, {sum(by != 'compute' for by in far)} of which are decided by "
-        f"communication or mixed. Most of that is its step of 5 samples: equal compute times to the "
-        f"sample are so far off in {goal}."
+        f"With each kind's own share, the best split is {_MATTERS:.0%} or more below LB-BSP settled in {len(far)} of "
+        f"{len(rows)} cells (LB-BSP is {_MATTERS:.0%} or more above it in {over_best}), "
+        f"{sum(by != 'compute' for by in far)} of which are decided by communication or mixed. It is so far below "
+        f"equal compute times to the sample, which have no step of 5 samples, in {goal}."
     )
 
 

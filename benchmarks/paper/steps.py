@@ -26,7 +26,7 @@ from cannikin.sim.runs import find_machine, job_for, named_planner
 from cannikin.sim.simulation import Simulation
 from cannikin.sim.workload import find_workload
 
-_EPOCH_STEPS = 1000
+EPOCH_STEPS = 1000
 _NUM_EPOCHS = 16
 _SETTLE_STEPS = 400  # until a policy has done what it will do
 _SWEEP_STEPS = 1000  # after that, over which the sweep of speeds is judged
@@ -36,7 +36,7 @@ _PAPER_EPOCH = 50  # steps of an epoch for the policies that plan once an epoch
 
 def from_even_start(cluster: str, workload: str, total_batch: int, policy: str, seed: int) -> dict[str, Any]:
     """Return the mean step time of each epoch of 1,000 steps, from an even split at a fixed total batch."""
-    machine, job = _fixed(cluster, workload, total_batch, _EPOCH_STEPS)
+    machine, job = _fixed(cluster, workload, total_batch, EPOCH_STEPS)
     planner, pace = named_planner(policy, job)
     run = Simulation(machine, planner, job, seed=seed, pace=pace).run(max_epochs=_NUM_EPOCHS)
     best = best_split(machine, job, total_batch)
@@ -49,9 +49,7 @@ def from_even_start(cluster: str, workload: str, total_batch: int, policy: str, 
         "best_s": settled_step_s(machine, best, seed),
         "best_expected_s": float(expected_s(machine, best)),
         "plans": [
-            [step, float(expected_s(machine, np.array(batches)))]
-            for step, batches in starts
-            if step <= 2 * _EPOCH_STEPS
+            [step, float(expected_s(machine, np.array(batches)))] for step, batches in starts if step <= 2 * EPOCH_STEPS
         ],
     }
 

@@ -27,6 +27,13 @@ def mean_of(cells: dict[str, Any], field: str, *key: str) -> float:
     return float(np.mean([run[field] for run in of_seeds(cells, *key)]))
 
 
+def over(cells: dict[str, Any], rival: str, *key: str) -> float | None:
+    """Return the time to target of ours over another policy's, less 1, as the mean over seeds; None without either."""
+    if not (of_seeds(cells, *key, "cannikin") and of_seeds(cells, *key, rival)):
+        return None
+    return mean_of(cells, "elapsed_s", *key, "cannikin") / mean_of(cells, "elapsed_s", *key, rival) - 1
+
+
 def below(shares: dict[str, float]) -> str:
     """Return "85% below DDP, 52% below AdaptDL"."""
     return ", ".join(f"{share:.0%} below {name}" for name, share in shares.items())

@@ -21,12 +21,15 @@ import pytest
 from benchmarks.__main__ import main
 from benchmarks.drawing import lines
 from benchmarks.paper.cells import SECTIONS, all_cells, run_cells
-from benchmarks.paper.clusters import ONE_SHARE, machine_at, with_forward_shares
-from benchmarks.paper.fixed import best_totals, steps_to_target
+from benchmarks.paper.clusters import EQUAL, ONE_SHARE, machine_at, with_forward_shares
+from benchmarks.paper.convergence import train
+from benchmarks.paper.fixed import best_totals, larger_moves, steps_to_target
 from benchmarks.paper.optimum import best_split, bottleneck, equal_split, expected_s
 from benchmarks.paper.prediction import METHODS, gamma_spread, prediction_errors
 from benchmarks.paper.report import write_report
+from benchmarks.paper.step_time import above
 from benchmarks.paper.steps import by_slowest, by_total_batch, from_even_start
+from benchmarks.paper.time_to_target import behind
 from cannikin.core.values import Job
 from cannikin.errors import InvalidInputError
 from cannikin.sim.runs import find_machine, job_for, simulate
@@ -60,13 +63,16 @@ def test_a_total_that_the_ranks_cannot_hold_has_no_best_split():
 def test_every_section_of_the_papers_evaluation_has_its_cells():
     cells = all_cells(SECTIONS, (0,))
     counts = {section: sum(cell.section == section for cell in cells) for section in SECTIONS}
-    assert counts["convergence"] == 5 * 7
-    assert counts["cluster-a"] == counts["cluster-c"] == 5 * 6
+    assert counts["convergence"] == 5 * 8
+    assert counts["cluster-a"] == counts["cluster-c"] == 5 * 7
+    assert counts["seeds"] == 2 * 3 * 4 * 3
+    assert counts["held-out"] == 5 * 4 * 3
     assert counts["steps"] == 3 * 3 * 5
     assert counts["prediction"] == 15
     assert all(counts.values())
     assert len({(cell.section, cell.key) for cell in cells}) == len(cells)
     assert len(all_cells(("gamma",), (0, 1))) == 4
+    assert len(all_cells(("seeds",), (0, 1))) == 3 * 3 * 4 * 3  # the second of the one is the first of the other
     with pytest.raises(InvalidInputError, match="section 'gama' is unknown: choose from convergence"):
         all_cells(("gama",), (0,))
 
@@ -136,6 +142,53 @@ def test_the_best_fixed_total_is_the_one_with_which_training_is_fastest():
             fixed = replace(job, batch_size=total, max_batch_size=None)
             minutes[total] = simulate(machine, workload, policy, job=fixed).elapsed_s / 60
         assert minutes[best] <= 1.02 * min(minutes.values())
+
+
+def test_lb_bsp_at_its_best_total_has_the_better_of_both_sizes_of_moves():
+    published, better = (train("a", "ncf", policy, 0) for policy in ("lb-bsp-5@best", "lb-bsp@best"))
+    assert published["samples_moved"] == 5
+    assert better["samples_moved"] == larger_moves(better["total_batch"]) > 100
+    assert better["elapsed_s"] < 0.97 * published["elapsed_s"]
+    few = train("a", "bert", "lb-bsp@best", 0)
+    assert few["samples_moved"] == 5 == larger_moves(few["total_batch"])
+
+
+def test_worlds_that_nothing_was_chosen_on_differ_in_what_their_name_says():
+    equal, dear, slow = machine_at(EQUAL, "ncf"), machine_at("c", "ncf", new_size=2.9), machine_at("c", "ncf", 1.0)
+    usual = machine_at("c", "ncf")
+    assert np.ptp(equal.sample_s, axis=-1).max() == 0.0
+    assert dear.new_size == pytest.approx(1.9)
+    assert (dear.bucket_s == usual.bucket_s).all()
+    assert (slow.bucket_s > 5 * usual.bucket_s).all()
+
+
+def test_both_sides_are_told_where_ours_is_above_a_rival():
+    rows = [
+        {"total_batch": 8, "even": 2.0, "lb-bsp": 1.0, "cannikin": 1.02, "best": 1.0},
+        {"total_batch": 16, "even": 2.0, "lb-bsp": 2.0, "cannikin": 1.0, "best": 1.0},
+        {"total_batch": 32, "lb-bsp": 1.0, "cannikin": 1.00001, "best": 1.0},
+    ]
+    cells = {"a/10/bert/0": rows}
+    assert above(cells, "lb-bsp") == pytest.approx([0.02])
+    assert above(cells, "even") == []
+
+
+def test_ours_is_compared_with_every_rival_in_every_section_the_furthest_behind_first():
+    runs = {"cannikin": 102.0, "ddp@best": 100.0, "lb-bsp@best": 120.0}
+    results = {
+        "cluster-c": {f"ncf/{policy}/0": {"elapsed_s": seconds} for policy, seconds in runs.items()},
+        "held-out": {
+            f"16 equal RTX 6000/bert/{p}/0": {"elapsed_s": s + 10 * (p == "cannikin")} for p, s in runs.items()
+        },
+        "seeds": {f"a/ncf/{policy}/2": {"elapsed_s": seconds} for policy, seconds in runs.items()},
+    }
+    found = behind(results)
+    assert [where for _, where in found[:3]] == [
+        "bert on 16 equal RTX 6000, ddp@best",
+        "ncf on C, ddp@best",
+        "ncf on A, ddp@best, seed 2",
+    ]
+    assert [share for share, _ in found] == pytest.approx([0.12, 0.02, 0.02, 112 / 120 - 1, -0.15, -0.15])
 
 
 def test_the_steps_to_the_target_are_those_of_a_simulated_run():
