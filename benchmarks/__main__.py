@@ -14,6 +14,7 @@ BENCHMARKS = {
     "advice": "advice",
     "chaos": "chaos.run",
     "controller": "controller",
+    "first_split": "first_split",
     "gpu": "gpu",
     "layer_split": "layer_split",
     "lab_limit": "lab_limit",

@@ -61,7 +61,7 @@ REAL = {
     "change": "none",
     "sweep": f"step time below even, speeds 1, .8, .6: 3 to 18%; 1, .5, .25: 8 to 52% ({_NCCL})",
     "prediction": f"before a plan ran median 2.4 and 1.9%, worst 8.2 and 6.9% (28 and 16 plans, {_NCCL}); median 5.5 "
-    f"and 3.8%, worst 18.8 and 27.4% on CPU ranks ({_OVERLAP})",
+    f"and 3.8%, worst 18.8 and 27.4% on CPU ranks, at closer speeds 1.1 and 0.8% at worst ({_OVERLAP})",
     "overhead": f"an even plan beyond DDP: ResNet-50 0.4%, BERT -0.7% ({_NCCL}); CPU ranks 0.8 to 2.9% "
     "([overhead](2026-11-15-overhead-cpu.md))",
 }

@@ -32,9 +32,10 @@ _PER_MULTIPROCESSOR = {
     (12, 0): 1.3,
 }
 # Ratios of speed are drawn towards 1: data sheets say nothing of launches, loaders and what a network makes of a card.
-# On those measurements (240 cases: 2 or 3 unlike GPUs, 4 networks, 3 totals) the even split takes 1.46 times as long as
-# the best one in the median, 2.32 times in the worst tenth; ratios to the power of 0.8 take 1.18 and 1.51, whole ratios
-# 1.11 and 1.53.
+# On the curves fitted to those measurements (`python -m benchmarks first_split`, 240 cases: 2 or 3 unlike GPUs, 4
+# networks, 3 totals) the even split takes 1.44 times as long as the best one in the median, 2.09 times or more in the
+# worst tenth; ratios to the power of 0.8 take 1.13 and 1.46, whole ratios 1.07 and 1.44. That whole ratios are a little
+# better there says little: the throughputs above were taken from the same measurements.
 _BELIEF = 0.8
 _SAME_ROOM = 0.9  # memories within a tenth count as equal
 

@@ -29,7 +29,7 @@ _OUTLIER_FACTOR = 2.0  # how much longer an outlier takes
 _COMM_JITTER, _COMM_OUTLIERS = 0.05, 0.01  # of each bucket's all-reduce
 _DRIFT, _DRIFT_STEPS = 0.02, 4000.0  # amplitude and period of a rank's speed
 # Measured: the first step at a new batch size took 1.01 to 1.34 of a step, at a known one 1.00 to 1.10 (one H200 over
-# NCCL, benchmarks/reports/2026-11-16-nccl.md). The larger end, which is unkind to whoever changes batches.
+# NCCL, three such changes, benchmarks/reports/2026-11-16-nccl.md), and 2.9 over gloo on shares of one.
 _NEW_SIZE = 0.34
 
 
