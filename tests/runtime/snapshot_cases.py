@@ -50,6 +50,8 @@ class Recording:
         policy: str = "even",
         run_dir: str | None = None,
         optimizer: str = "AdamW",
+        batch_size: int = 8,
+        drop_last: bool = False,
         **options: Any,
     ) -> None:
         torch.manual_seed(seed)
@@ -63,8 +65,9 @@ class Recording:
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
         self.model = cannikin.HeteroDataParallel(self.net, self.optimizer, policy=policy, run_dir=run_dir)
         # The rank was started by a server of multiprocessing's already: another would have to import torch first.
-        own = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
-        self.loader = cannikin.HeteroDataLoader(Noisy(), model=self.model, batch_size=8, **own)
+        own: dict[str, Any] = {"batch_size": batch_size, "drop_last": drop_last}
+        own |= {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
+        self.loader = cannikin.HeteroDataLoader(Noisy(), model=self.model, **own)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             options = {"every_s": None, "every_steps": 1, **options}

@@ -7,6 +7,7 @@ import json
 import re
 import threading
 import tracemalloc
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
@@ -452,6 +453,24 @@ def test_a_loop_that_counts_from_the_resumed_epoch_trains_no_epoch_twice(drop_la
     resumed.load_state_dict(states[-1])
     passes = [(resumed.epoch, len(list(resumed))) for _ in range(resumed.epoch, 3)]
     assert passes == [(1, len(places)), (2, len(places))]
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize(("totals", "passes"), [((4, 4), [(0, 2), (1, 12), (2, 12)]), ((20, 20), [(1, 2), (2, 2)])])
+def test_a_total_that_the_rest_of_a_resumed_epoch_does_not_fill_begins_the_next_epoch(own, totals, passes):
+    make = {False: build, True: lambda *args, **keywords: own_loaders(*args, **keywords)[0][0]}[own]
+    before = make(Numbers(100), [(4, 4)], drop_last=True, batch_size=8)
+    resumed = make(Numbers(100), [totals], drop_last=True, batch_size=sum(totals))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        resumed.load_state_dict({**before.state_dict(), "position": 80})
+    epoch = passes[0][0]
+    assert resumed.epoch == resumed.state_dict()["epoch"] == epoch
+    assert resumed.state_dict()["position"] == (0 if epoch else 80)
+    assert ["scheduler that steps once per epoch" in str(warning.message) for warning in caught] == [True] * epoch
+    assert [(resumed.epoch, len(resumed), len(list(resumed))) for _ in range(resumed.epoch, 3)] == [
+        (epoch, num_steps, num_steps) for epoch, num_steps in passes
+    ]
 
 
 def test_a_state_is_a_few_plain_numbers():

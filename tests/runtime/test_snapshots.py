@@ -59,6 +59,14 @@ def test_samples_are_seen_once_on_any_number_of_ranks(tmp_path):
     assert sorted(kept + seen_by(after)) == every_sample_of(3)
 
 
+def test_a_larger_total_than_the_rest_of_the_epoch_does_not_train_an_epoch_more(tmp_path):
+    before = run_ranks(run, 2, str(tmp_path), 3, 5, {"drop_last": True})  # 32 of 46 samples are in the snapshot
+    after = run_ranks(run, 2, str(tmp_path), 3, -1, {"drop_last": True, "batch_size": 20})
+    assert [result["resumed_from"] for result in before + after] == [None, None, 4, 4]
+    assert {epoch: sum(seen == epoch for seen, _ in seen_by(after)) for epoch in range(3)} == {0: 0, 1: 40, 2: 40}
+    assert any("training goes on with epoch 1" in text for text in after[0]["warned"])
+
+
 def test_a_damaged_or_foreign_snapshot_is_named_and_the_one_before_is_used(tmp_path):
     run_ranks(run, 1, str(tmp_path), 3, 5, {})
     older, newest = names(tmp_path)

@@ -316,6 +316,10 @@ class Bookmark:
         if not self.underway:
             self._saved, self.is_set = self.next, True
 
+    def leave_rest(self) -> None:
+        """Let the next pass begin the epoch after the loaded one, of whose rest no step can be made."""
+        self.next = self._saved = EpochState(epoch=self.next.epoch + 1)
+
     def state_dict(self, place: EpochState | None = None) -> dict[str, Any]:
         """Return the epoch, the samples handed out, and what this order of samples depends on, as plain numbers.
 

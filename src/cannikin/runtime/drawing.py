@@ -108,6 +108,9 @@ class Draws:
         """Take back what `state_dict` returned, before the first draw and on any number of ranks."""
         self._bookmark.load_state_dict(state)
 
+    def settle_place(self) -> None:
+        """Do nothing: there is always another step."""
+
     def close(self) -> None:
         """Let what is under way between ranks arrive, at the end of training; a later draw goes on from here."""
         self._feed.end_epoch()

@@ -332,6 +332,8 @@ class Engine:
             self._departed = departed
             progress = progress.times(batch_ratio(state, coordinator.schedule.job))
             coordinator.begin_again()
+            if self._source is not None:
+                self._source.settle_place()
         # Nothing has been changed before: a state that is refused leaves all as it was.
         self._update.restore(progress)
         self._recorder.resume(saved.num_steps - self.loop.queue.num_taken)

@@ -118,6 +118,9 @@ class BatchSource(Protocol):
     def epoch(self) -> int:
         """The epoch underway; between passes the one that the next `iter()` begins."""
 
+    def settle_place(self) -> None:
+        """Look again at what is left of a loaded epoch: another plan may make no step of it."""
+
 
 def different_streams(step: int) -> DisagreementError:
     """Return what to raise where ranks do not read the same samples in the same order."""

@@ -182,6 +182,7 @@ class HeteroDataLoader(OverPasses):
             self._cuts = _NotedSampler(self._passes)
             self._loader = DataLoader(fetched, batch_sampler=self._cuts, **kwargs)
         self._feed = self._passes.bind(self, job)
+        self.settle_place()
         self._warn_if_parted(engine)
 
     def _stream(self, engine: Engine) -> tuple[Source, dict[str, Any]]:
@@ -238,6 +239,11 @@ class HeteroDataLoader(OverPasses):
         super().load_state_dict(state)
         if "sampler" in state:
             restore_sampler(self._order, state["sampler"])
+
+    def settle_place(self) -> None:
+        """Look again at what is left of a loaded epoch, once there is a plan."""
+        if self._feed is not None:
+            super().settle_place()
 
     @property
     def sampler(self) -> Order:

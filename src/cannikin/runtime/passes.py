@@ -7,6 +7,7 @@ steps are cut the same way.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -259,6 +260,24 @@ class Passes:
         self.feed = self._engine.bind(loader, job, settings)
         return self.feed
 
+    def settle_place(self) -> None:
+        """Begin with the next epoch where the plan makes no step of what is left: loops count from `loader.epoch`."""
+        place = self.bookmark.next
+        if self.bookmark.underway or not place.position or self._num_samples is None:
+            return
+        plan = self.feed.plan_at(self.feed.next_step)
+        if self._steps_from(place.position, plan):
+            return
+        self.bookmark.leave_rest()
+        if self._engine.rank == 0:
+            warnings.warn(
+                f"of epoch {place.epoch}, {self._num_samples - place.position} samples are left, fewer than the total "
+                f"batch of {plan.total_batch}, and drop_last=True leaves them out: training goes on with epoch "
+                f"{place.epoch + 1}. A scheduler that steps once per epoch has not taken that epoch's step",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
     def steps(self) -> Iterator[tuple[CutStep, list[Any]]]:
         """Yield the steps of one pass; a resumed pass that has none left becomes one over the next epoch."""
         while True:
@@ -320,5 +339,13 @@ class OverPasses:
         return self._bookmark.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned, on any number of ranks: the next `iter()` begins at the next sample."""
+        """Take back what `state_dict` returned, on any number of ranks: the next `iter()` begins at the next sample.
+
+        With `drop_last`, where fewer samples are left than the total batch now has, it begins the next epoch.
+        """
         self._bookmark.load_state_dict(state)
+        self.settle_place()
+
+    def settle_place(self) -> None:
+        """Look again at what is left of a loaded epoch: called where the plan has become known, or another one."""
+        self._passes.settle_place()
