@@ -73,6 +73,7 @@ class Recording:
             options = {"every_s": None, "every_steps": 1, **options}
             self.snapshot = cannikin.Snapshot(folder, self.model, scheduler=self.scheduler, **options)
         self.warned = [str(warning.message) for warning in caught]
+        self.progress = self.model.engine.progress
         self.seen: list[tuple[int, int]] = []  # epoch and index
         self.num_steps = 0
 
@@ -102,6 +103,7 @@ class Recording:
             "weights": weights.numpy(),
             "lr": self.scheduler.get_last_lr()[0],
             "warned": self.warned,
+            "progress": self.progress,
         }
 
 

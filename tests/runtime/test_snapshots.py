@@ -22,7 +22,10 @@ from snapshot_cases import (
     two_models,
 )
 
+from cannikin.core.policies import make_planner
+from cannikin.core.values import Job
 from cannikin.runlog import read_runlog
+from cannikin.runtime.binding import begin_afresh, why_afresh
 from cannikin.runtime.snapshot import _restarts_fail
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -65,6 +68,52 @@ def test_a_larger_total_than_the_rest_of_the_epoch_does_not_train_an_epoch_more(
     assert [result["resumed_from"] for result in before + after] == [None, None, 4, 4]
     assert {epoch: sum(seen == epoch for seen, _ in seen_by(after)) for epoch in range(3)} == {0: 0, 1: 40, 2: 40}
     assert any("training goes on with epoch 1" in text for text in after[0]["warned"])
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "num_ranks", "has_noise"),
+    [
+        ("even", "cannikin", 2, False),
+        ("lb-bsp", "cannikin", 3, False),
+        ("adaptdl", "cannikin", 3, True),
+        ("cannikin", "adaptdl", 2, True),
+        ("cannikin", "even", 2, False),
+        ("lb_bsp", "lb-bsp", 3, False),
+    ],
+)
+def test_another_policy_begins_afresh_and_what_is_of_the_training_stays(tmp_path, before, after, num_ranks, has_noise):
+    run_ranks(run, 2, str(tmp_path), 5, 27, {"policy": before})
+    resumed = run_ranks(run, num_ranks, str(tmp_path), 5, -1, {"policy": after})
+    assert {result["resumed_from"] for result in resumed} == {26}
+    assert all(result["progress"] > 20 for result in resumed)
+    (told,) = [text for text in resumed[0]["warned"] if "begins afresh" in text]
+    assert "progress and the noise scale" in told if has_noise else "; progress, and" in told
+    seen = seen_by(resumed)
+    assert len(seen) == len(set(seen)) == NUM_SAMPLES - 2 * 8, "the rest of the fifth epoch"
+    assert {epoch for epoch, _ in seen} == {4}
+
+
+@pytest.mark.parametrize(("saved", "own"), [("adaptdl", "cannikin"), ("cannikin", "adaptdl")])
+def test_the_noise_that_another_policy_has_tracked_is_taken_as_it_is(saved, own):
+    job = Job(num_ranks=2, batch_size=8)
+    state = make_planner(saved, job).state_dict()
+    state["noise"]["steps"]["num_taken"] = 30
+    planner = make_planner(own, job)
+    why = why_afresh(own, {"policy": saved, "planner": state}, 2)
+    assert f"policy='{own}' has no use" in why
+    assert why in begin_afresh(planner, {"planner": state}, why)
+    assert planner.state_dict()["noise"] == state["noise"]
+
+
+def test_older_states_say_by_what_they_hold_whose_they_are():
+    job = Job(num_ranks=2, batch_size=8)
+    of = {name: {"planner": make_planner(name, job).state_dict()} for name in ("cannikin", "even", "lb-bsp")}
+    assert not why_afresh("cannikin", of["cannikin"], 3)
+    assert not why_afresh("lb_bsp", of["lb-bsp"], 2)
+    assert "on 2 ranks" in why_afresh("lb_bsp", of["lb-bsp"], 3)
+    assert "another policy" in why_afresh("cannikin", of["even"], 2)
+    assert "'cannikin'" in why_afresh("lb-bsp", of["cannikin"], 2)
+    assert not why_afresh(make_planner("even", job), of["lb-bsp"], 3), "a planner of one's own reads its states itself"
 
 
 def test_a_damaged_or_foreign_snapshot_is_named_and_the_one_before_is_used(tmp_path):

@@ -128,6 +128,14 @@ class Planner(Protocol):
 
 
 @runtime_checkable
+class NoisePlanner(Planner, Protocol):
+    """A planner that tracks the gradient noise, which is of the training and not of the policy."""
+
+    def start_with_noise(self, state: dict[str, Any]) -> None:
+        """Begin with the noise that another policy's planner had tracked, its `state_dict()["noise"]`."""
+
+
+@runtime_checkable
 class DevicePlanner(Planner, Protocol):
     """A planner that learns something about devices which later runs can begin with (`profiles=`)."""
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from cannikin.core import policies
 from cannikin.core.devices import DeviceId, find_departed, find_origins
 from cannikin.core.lr import Progress
-from cannikin.core.planner import DevicePlanner, Planner
+from cannikin.core.planner import DevicePlanner, NoisePlanner, Planner
 from cannikin.core.policies import plans
 from cannikin.core.policies.cannikin import Controller
 from cannikin.core.prior import DataSheet
@@ -108,26 +108,55 @@ def make_planner(
     policy: str | Planner,
     job: Job,
     batch_norm: bool,
-    state: dict[str, Any] | None,
-    ranks: Sequence[RankInfo],
     sheets: list[DataSheet],
     profiles: list[Profile | None] | None,
 ) -> Planner:
-    """Make the planner, with what a saved state, stored profiles and the devices' data sheets know.
+    """Make the planner, with what stored profiles and the devices' data sheets know.
 
     Args:
         policy, job, batch_norm: what it is, and what for.
-        state: of an engine, where one was loaded.
-        ranks, sheets, profiles: who the ranks are, what their devices' data sheets say, and what `share_profiles` does.
+        sheets, profiles: what data sheets say of the ranks' devices, and what `share_profiles` does; None where a saved
+            state is to say it.
     """
     planner = policies.make_planner(policy, job, batch_norm=batch_norm) if isinstance(policy, str) else policy
-    if state is None and profiles is not None and isinstance(planner, DevicePlanner):
+    if profiles is not None and isinstance(planner, DevicePlanner):
         planner.start_from(profiles)
     if isinstance(planner, Controller):
         planner.start_by(sheets)
-    if state is not None:
-        restore_planner(planner, state, ranks, profiles)
     return planner
+
+
+def saved_policy(policy: str | Planner) -> str:
+    """Return a policy as a saved state says it: by one name, however it was given."""
+    if isinstance(policy, str):
+        return policy.replace("_", "-")
+    return "cannikin" if isinstance(policy, Controller) else type(policy).__name__
+
+
+def why_afresh(policy: str | Planner, state: dict[str, Any], num_ranks: int) -> str:
+    """Return why a policy has no use for what a saved state's planner has learned; empty where it has."""
+    own, saved = saved_policy(policy), state["policy"]
+    if saved != own and {saved, own} & {*policies.POLICIES}:
+        return f"under {saved!r}, and policy={own!r} has no use for what that one learns"
+    if own in policies.POLICIES and own != "cannikin" and (plan := state["planner"].get("plan")) is not None:
+        with plans.restoring("planner"):
+            num_saved = len(plan["local_batches"])
+        if num_saved != num_ranks:
+            return f"on {num_saved} ranks, and policy={own!r} has no use on {num_ranks} for what it learned there"
+    return ""
+
+
+def begin_afresh(planner: Planner, state: dict[str, Any], why: str) -> str:
+    """Let a planner take of another one's state what is of the training, the noise; return what to warn of."""
+    kept = "progress"
+    noise = state["planner"].get("noise")
+    if isinstance(planner, NoisePlanner) and isinstance(noise, dict):
+        planner.start_with_noise(noise)
+        kept = "progress and the noise scale"
+    return (
+        f"the saved state is of a run {why}: the policy begins afresh, with batch_size as the total batch; {kept}, and "
+        "what is saved beside the engine, such as weights and the place in the data, are taken as they are"
+    )
 
 
 def restore_planner(
@@ -184,6 +213,8 @@ def read_engine_state(state: dict[str, Any]) -> EngineState:
         if state["pass_steps"] is not None:
             whole("pass_steps", state["pass_steps"], 1)
         number("saved_s", state["saved_s"])
+        if not isinstance(state["policy"], str):
+            raise StateError(f"saved policy={state['policy']!r:.200} is no name: load what state_dict() returned")
         if not isinstance(state["planner"], dict | None):
             raise StateError(f"saved planner={state['planner']!r:.200} is no state: load what state_dict() returned")
         return EngineState(progress=progress, num_steps=whole("num_steps", state["num_steps"]))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
@@ -20,6 +21,7 @@ from cannikin.core.advice import LearnedCluster
 from cannikin.core.cutting import whole_number
 from cannikin.core.layer_split import require_scipy
 from cannikin.core.lr import rule_name
+from cannikin.core.planner import Planner
 from cannikin.core.policies.cannikin import Controller
 from cannikin.core.profiles import Profile
 from cannikin.core.values import Job, Plan
@@ -28,6 +30,7 @@ from cannikin.runlog import RankInfo
 from cannikin.runtime.across import Together, gather_rows, mean_over_ranks
 from cannikin.runtime.binding import (
     batch_ratio,
+    begin_afresh,
     check_agreement,
     check_owner,
     data_sheets,
@@ -39,6 +42,8 @@ from cannikin.runtime.binding import (
     read_engine_state,
     refuse_groups_beside,
     restore_planner,
+    saved_policy,
+    why_afresh,
 )
 from cannikin.runtime.coordinator import Coordinator, Unplanned
 from cannikin.runtime.device import Device, find_device
@@ -197,9 +202,10 @@ class Engine:
         self._profiles = share_profiles(self._exchange, self._store, ranks)
         sheets = data_sheets(ranks, network(self._module))
         state, batch_norm = self._restored, self.has_batch_norm
-        planner = make_planner(self.policy, job, batch_norm, state, ranks, sheets, self._profiles)
+        begins = state is None or why_afresh(self.policy, state, self.world_size)
+        planner = make_planner(self.policy, job, batch_norm, sheets, self._profiles if begins else None)
         if state is not None:
-            self._departed = departed_devices(planner, state, ranks)
+            self._restore_planner(planner, state)
             self._update.restore(self._update.progress.times(batch_ratio(state, job)))
         coordinator = Coordinator(self._exchange, self.device, job, planner, prefetch_depth=source.prefetch_depth)
         coordinator.agree()
@@ -317,6 +323,7 @@ class Engine:
             "saved_s": time.time(),
             "devices": [asdict(device_id(rank)) for rank in self._ranks],
             "departed": self._departed,
+            "policy": saved_policy(self.policy),
             "planner": planner,
         }
 
@@ -327,9 +334,7 @@ class Engine:
         saved = read_engine_state(state)
         progress, coordinator = saved.progress, self.loop.coordinator
         if state["planner"] is not None and isinstance(coordinator, Coordinator):
-            departed = departed_devices(coordinator.planner, state, self._ranks)
-            restore_planner(coordinator.planner, state, self._ranks, self._profiles)
-            self._departed = departed
+            self._restore_planner(coordinator.planner, state)
             progress = progress.times(batch_ratio(state, coordinator.schedule.job))
             coordinator.begin_again()
             if self._source is not None:
@@ -338,6 +343,19 @@ class Engine:
         self._update.restore(progress)
         self._recorder.resume(saved.num_steps - self.loop.queue.num_taken)
         self._restored = state if state["planner"] is not None else None
+
+    def _restore_planner(self, planner: Planner, state: dict[str, Any]) -> None:
+        """Let the planner take what was saved; of another policy's, what fits, and say so."""
+        why = why_afresh(self.policy, state, self.world_size)
+        if not why:
+            departed = departed_devices(planner, state, self._ranks)
+            restore_planner(planner, state, self._ranks, self._profiles)
+            self._departed = departed
+            return
+        told = begin_afresh(planner, state, why)
+        self._departed = {}
+        if self.rank == 0:
+            warnings.warn(told, RuntimeWarning, stacklevel=4)
 
     # For users.
 

@@ -90,6 +90,10 @@ class AdaptdlPlanner:
         local, steps = table[:, 0] / self._job.num_ranks, table[:, 1]
         return fit_replicas(local, table[:, 2] / steps, table[:, 3] / steps)
 
+    def start_with_noise(self, state: dict[str, Any]) -> None:
+        """Begin with the noise that another policy's planner had tracked, its `state_dict()["noise"]`."""
+        self._noise.load_state_dict(state)
+
     def state_dict(self) -> dict[str, Any]:
         """Return everything learned and decided."""
         return {

@@ -414,6 +414,10 @@ class Controller:
         other.load_state_dict(self.state_dict(), origins)
         return other
 
+    def start_with_noise(self, state: dict[str, Any]) -> None:
+        """Begin with the noise that another policy's planner had tracked, its `state_dict()["noise"]`."""
+        self._noise.load_state_dict(state)
+
     def state_dict(self) -> dict[str, Any]:
         """Return everything learned and decided, as plain numbers, strings, lists and dicts."""
         return {
