@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import random
 import signal
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -18,7 +20,7 @@ from torch.utils.data import Dataset
 
 import cannikin
 from cannikin.errors import InvalidInputError
-from cannikin.runtime import ending
+from cannikin.runtime import ending, snapshot_file
 
 NUM_SAMPLES = 46
 
@@ -199,6 +201,38 @@ def two_models(rank: int, world_size: int, folder: str, is_second: bool) -> Any:
         training.optimizer.step()
     snapshot.close()
     return sorted(snapshot.names), critic.weight.item(), [str(warning.message) for warning in caught]
+
+
+def two_jobs(rank: int, world_size: int, folder: str) -> Any:
+    """Begin where another job keeps its snapshots, and again while it is killed.
+
+    Return what was refused, how long the second job waited for the first to be gone, and what it printed.
+    """
+    before = run(rank, world_size, folder, 1, 3, {})
+    identity = names(Path(folder))[0].removesuffix(".snapshot").split("-")[-1]
+    reading, writing = os.pipe()
+    if (other := os.fork()) == 0:
+        snapshot_file.SnapshotLock(Path(folder), identity).take()
+        os.write(writing, b"1")
+        time.sleep(50)
+        os._exit(0)
+    os.read(reading, 1)
+    refused, printed = "", io.StringIO()
+    snapshot_file._ENDING_S = 0.3
+    try:
+        Recording(folder)
+    except InvalidInputError as error:
+        refused = str(error)
+    snapshot_file._ENDING_S = 15.0
+    start_s = time.monotonic()
+    threading.Timer(1.0, os.kill, (other, signal.SIGKILL)).start()
+    with contextlib.redirect_stderr(printed):
+        training = Recording(folder)
+    waited_s = time.monotonic() - start_s
+    os.waitpid(other, 0)
+    training.snapshot.close()
+    assert before["resumed_from"] is None
+    return refused, waited_s, printed.getvalue(), os.listdir(folder)
 
 
 def other_optimizer_beside(rank: int, world_size: int, folder: str, optimizer: str) -> Any:

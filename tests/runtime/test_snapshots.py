@@ -19,6 +19,7 @@ from snapshot_cases import (
     seed_unlike,
     stuck,
     told_to_end,
+    two_jobs,
     two_models,
 )
 
@@ -167,6 +168,16 @@ def test_all_ranks_save_and_leave_when_one_is_told_to_end(tmp_path, whom, option
     again = run_ranks(run, 2, str(tmp_path), 1 + num_steps // 6, -1, {})
     assert [result["resumed_from"] for result in again] == [num_steps] * 2
     assert seen_by([result for _, _, result in results] + again) == every_sample_of(1 + num_steps // 6)
+
+
+def test_a_second_job_is_refused_the_folder_of_one_that_lives_and_gets_it_once_that_is_killed(tmp_path):
+    ((refused, waited_s, printed, files),) = run_ranks(two_jobs, 1, str(tmp_path))
+    assert "another job keeps its snapshots of this model" in refused
+    assert "give each job a folder of its own" in refused
+    assert 0.9 < waited_s < 10
+    assert "cannikin: training goes on from step 2 of snapshot" in printed
+    assert "saved 20" in printed
+    assert all(name.endswith(".snapshot") for name in files)
 
 
 def test_one_rank_that_sees_the_newest_snapshot_is_enough(tmp_path):

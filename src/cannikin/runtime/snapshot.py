@@ -33,6 +33,7 @@ from cannikin.runtime.run_state import RunState
 from cannikin.runtime.snapshot_file import (
     HostRow,
     OpenSnapshot,
+    SnapshotLock,
     SnapshotName,
     list_snapshots,
     newest_of,
@@ -95,6 +96,9 @@ class Snapshot:
     the GradScaler), the random generators of rank 0 (see `cannikin.runtime.randomness`), and whatever else is named. It
     is rank 0's: what a named object has on other ranks alone is not kept.
 
+    Where one is loaded, rank 0 says so on stderr. While a job lives, another one with the same model is refused the
+    folder: each would remove the other's snapshots.
+
     The folder should be on storage that every host sees that may come to have rank 0. Whichever rank sees the newest
     snapshot sends it to the others, so it is enough that one does. A file that is damaged, or of another model
     or optimizer, is named in a warning, and the one before is loaded.
@@ -148,7 +152,12 @@ class Snapshot:
         self.resumed_from: int | None = None
         self.last: dict[str, float] | None = None
         take_apart(self._run.state_dict())  # refuses what cannot be saved now, not in an hour
-        self._load_newest()
+        self._lock = SnapshotLock(self._folder, self._identity)
+        try:
+            self._load_newest()
+        except BaseException:
+            self._lock.release()
+            raise
         self._ending = Ending(self._wait_for_disk)
         self._must_end = False
         self._look: PendingSum | None = None
@@ -237,19 +246,23 @@ class Snapshot:
         if self._exchange.rank == 0:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                for unfinished in self._folder.glob(".step-*.part"):  # of a run that was killed
-                    unfinished.unlink()
                 if not os.access(self._folder, os.W_OK):
                     raise PermissionError("it may not be written to")
+                if unlocked := self._lock.take():
+                    self._warn(unlocked)
+                for unfinished in self._folder.glob(f".step-*-{self._identity}.*.part"):  # of a run that was killed
+                    unfinished.unlink()
             except OSError as error:
+                problem = (
+                    f"rank 0 cannot keep snapshots in {str(self._folder)!r} ({error}): give a folder that it can write"
+                )
+            except InvalidInputError as error:
                 problem = str(error)
         mine = [[name.step, name.identity] for name in list_snapshots(self._folder)]
         with self._within_limit():
             told = [json.loads(text) for text in self._exchange.gather_text(json.dumps([problem, mine]), _LIMIT)]
         if told[0][0]:
-            raise InvalidInputError(
-                f"rank 0 cannot keep snapshots in {str(self._folder)!r} ({told[0][0]}): give a folder that it can write"
-            )
+            raise InvalidInputError(told[0][0])
         return [[SnapshotName(*name) for name in names] for _, names in told]
 
     def _receive(self, name: SnapshotName, owner: int) -> torch.Tensor:
@@ -271,7 +284,15 @@ class Snapshot:
         self.resumed_from = name.step
         self._good.append(name)
         if self._exchange.rank == 0:
-            _log.info("training goes on from snapshot %s", self._folder / str(name))
+            saved_s = opened.state.get("about", {}).get("saved_at_s")
+            saved = "" if saved_s is None else f", saved {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(saved_s))}"
+            # Printed, as a folder that is another run's is otherwise seen by nothing but a rate that nobody has set.
+            print(
+                f"cannikin: training goes on from step {name.step} of snapshot {self._folder / str(name)}{saved}; "
+                "another folder begins afresh",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _warn(self, text: str) -> None:
         if self._exchange.rank == 0:
@@ -413,6 +434,7 @@ class Snapshot:
         for hook in self._hooks:
             hook.remove()
         self._writer.shutdown()
+        self._lock.release()
         self._ending.close()
 
     def __enter__(self) -> Snapshot:

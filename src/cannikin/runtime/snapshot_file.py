@@ -12,11 +12,16 @@ keep other threads waiting while it copies them (it holds Python's lock); writin
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import io
+import logging
 import os
 import re
+import socket
 import struct
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -36,7 +41,11 @@ _ALIGNMENT = 64
 _CHUNK_BYTES = 2**24  # written, hashed and sent at a time
 _NAME = re.compile(r"step-(\d{12})-([0-9a-f]{16})\.snapshot")
 _PLAIN = (str, int, float, complex, bool, bytes, type(None), torch.dtype, torch.device)
+_ENDING_S = 15.0  # for a process on this host that is being ended
+_LEASE_S = 120.0  # for a host that is gone: servers of NFS keep its locks for 90 s
 _Number = torch.Size  # stands for a tensor, by its number: nothing else that torch.load takes is quicker, or as rare
+
+_log = logging.getLogger("cannikin")
 
 
 # Names
@@ -103,6 +112,78 @@ def superseded(present: Sequence[SnapshotName], good: Sequence[SnapshotName], ke
     """
     kept, identity = set(good[-keep:]), good[-1].identity
     return [name for name in present if name.identity == identity and name not in kept]
+
+
+# Whose they are
+
+
+class SnapshotLock:
+    """Keeps other jobs from a folder's snapshots of one model, which both would remove; it ends with the process.
+
+    A record lock, as run logs have it, rather than `flock`, which a loader's workers would inherit and hold after a
+    kill. A job that was started again may come while the one before is still being ended, and waits for it.
+
+    Args:
+        folder: which exists.
+        identity: of the model.
+    """
+
+    def __init__(self, folder: Path, identity: str) -> None:
+        self.path = folder / f".{identity}.lock"
+        self._file: int | None = None
+
+    def take(self) -> str:
+        """Take the lock; return what to warn of where the file system has none.
+
+        Raises:
+            InvalidInputError: another process keeps it.
+        """
+        start_s, has_told = time.monotonic(), False
+        while True:
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                holder = os.pread(file, 1000, 0).decode(errors="replace").strip()
+                os.close(file)
+                if error.errno not in (errno.EACCES, errno.EAGAIN):
+                    return f"{self.path.parent} cannot be locked ({error}): let no other job keep its snapshots there"
+            else:
+                if self._is_in_place(file):
+                    os.ftruncate(file, 0)
+                    os.pwrite(file, f"{self._own()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}".encode(), 0)
+                    self._file = file
+                    return ""
+                os.close(file)  # it was removed by who held it
+                continue
+            limit_s = _ENDING_S if holder.startswith(f"{socket.gethostname()} ") or not holder else _LEASE_S
+            if time.monotonic() - start_s > limit_s:
+                raise InvalidInputError(
+                    f"another job keeps its snapshots of this model in {str(self.path.parent)!r} (process {holder}), "
+                    "and each would remove the other's: give each job a folder of its own, or end that one; where it "
+                    f"is gone and its host has kept the lock, remove {self.path.name} there"
+                )
+            if not has_told and time.monotonic() - start_s > 1.0:
+                has_told = True
+                _log.warning("waiting up to %.0f s for process %s, which has locked %s", limit_s, holder, self.path)
+            time.sleep(0.1)
+
+    def release(self) -> None:
+        """Let others have it."""
+        if self._file is not None:
+            with suppress(OSError):
+                self.path.unlink()
+            os.close(self._file)
+            self._file = None
+
+    def _is_in_place(self, file: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(file), os.stat(self.path))
+        except FileNotFoundError:
+            return False
+
+    def _own(self) -> str:
+        return f"{socket.gethostname()} {os.getpid()}"
 
 
 # States
