@@ -192,6 +192,14 @@ def die(who: int, rank: int, data: Slow) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def hang_elsewhere(who: int, rank: int, data: Slow) -> None:
+    """One rank hangs outside of the training, where the others wait for it."""
+    if rank == who:
+        time.sleep(LIMIT_S + 2.0)
+    else:
+        dist.barrier()
+
+
 def evaluate_and_sleep_in_data(who: int, rank: int, data: Slow) -> None:
     """All ranks are long at something else, and none waits; then one sleeps over its next sample."""
     time.sleep(2 * PATIENCE_S)

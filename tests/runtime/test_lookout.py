@@ -15,7 +15,7 @@ from lookout_cases import AT_STEP, LIMIT_S
 from ranks import run_ranks, run_ranks_with_errors
 from torch.distributed import TCPStore
 
-from cannikin.core.absence import BEFORE, NOT_COME, Phase, Place, Sighting, awaited, lost, missing, waiting
+from cannikin.core.absence import BEFORE, NOT_COME, Phase, Place, Sighting, awaited, lost, missing, parted, waiting
 from cannikin.errors import InvalidInputError
 from cannikin.runtime.lookout import Lookout, patience_s
 
@@ -77,6 +77,42 @@ def test_the_awaited_rank_says_where_it_is_and_who_has_gone_on():
     assert "rank 1 has been after step 30 for 40 s, in data.py:12 (read)" in told
     assert "rank 0 is in the backward pass of step 31" in told
     assert "rank 2" not in told
+
+
+def at_lines(*lines: tuple[str, float, bool]) -> dict[int, Sighting]:
+    return {
+        n: Sighting(place=HERE, line=line, still_s=still, waits=waits) for n, (line, still, waits) in enumerate(lines)
+    }
+
+
+def test_ranks_that_wait_while_another_stands_elsewhere_say_where_each_of_them_is():
+    seen = at_lines(
+        ("train.py:40 (main)", 31.0, True), ("evaluate.py:12 (score)", 32.0, False), ("train.py:40 (main)", 33.0, True)
+    )
+    told = parted(0, 38.0, seen, 30.0, 1800.0)
+    assert "ranks 0 and 2 wait in train.py:40 (main), rank 1 is in evaluate.py:12 (score)" in told
+    assert "have not left them for 31 s" in told
+    assert "limit of 1800 s" in told
+    assert parted(1, 38.0, seen, 30.0, 1800.0) is None, "it does not wait"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [("a.py:1 (f)", 99.0, True), ("a.py:1 (f)", 99.0, True)],  # a slow collective
+        [("a.py:1 (f)", 99.0, False), ("a.py:1 (f)", 99.0, False)],  # an evaluation by all
+        [("a.py:1 (f)", 99.0, True), ("b.py:2 (g)", 3.0, False)],  # one by rank 1, which moves
+        [("a.py:1 (f)", 40.0, False), ("b.py:2 (g)", 40.0, False)],  # by all, of unlike parts
+        [("a.py:1 (f)", 99.0, True), ("", 0.0, False)],  # not known
+    ],
+)
+def test_of_ranks_that_move_or_are_at_one_line_nothing_is_said(lines):
+    assert parted(0, 99.0, at_lines(*lines), 30.0, 1800.0) is None
+
+
+def test_where_nobody_is_seen_to_wait_it_takes_twice_as_long():
+    seen = at_lines(("a.py:1 (f)", 61.0, False), ("b.py:2 (g)", 61.0, False))
+    assert "rank 0 is in a.py:1 (f), rank 1 is in b.py:2 (g)" in parted(1, 70.0, seen, 30.0, 1800.0)
 
 
 def test_places_are_ordered_as_training_goes():
@@ -164,6 +200,16 @@ def test_every_rank_says_who_has_stopped_and_the_error_at_the_limit_names_it():
         assert f"limit of {LIMIT_S:.0f} s" in told["said"][0]
         assert f"has lost rank {who} " in told["error"]
         assert "start again from the last checkpoint" in told["error"]
+
+
+@ranks
+def test_a_rank_that_hangs_where_others_wait_in_a_collective_of_the_scripts_own_is_named_with_its_line():
+    for told in survivors(1, lookout_cases.hang_elsewhere):
+        (words,) = told["said"]
+        lines = (
+            r"ranks 0 and 2 wait in lookout_cases.py:\d+ \(hang_elsewhere\), rank 1 is in lookout_cases.py:\d+ \(hang"
+        )
+        assert re.search(lines, words)
 
 
 @ranks

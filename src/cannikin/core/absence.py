@@ -6,7 +6,7 @@ every rank says now and then where in its training it is; one that has not moved
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -76,6 +76,8 @@ class Sighting:
             as between two models of a sweep, else "".
         silent_s: for how long it has not been heard of.
         lost: the ranks by whose fault its program ends.
+        still_s: for how long it has been at that line.
+        waits: whether it waits there in a collective of torch's.
     """
 
     place: Place
@@ -83,6 +85,8 @@ class Sighting:
     end: str = ""
     silent_s: float = 0.0
     lost: tuple[int, ...] = ()
+    still_s: float = 0.0
+    waits: bool = False
 
 
 def missing(place: Place, others: Mapping[int, Sighting], silence_s: float) -> dict[int, str]:
@@ -142,6 +146,40 @@ def awaited(rank: int, place: Place, stuck_s: float, line: str, others: Mapping[
     )
 
 
+def parted(rank: int, stuck_s: float, seen: Mapping[int, Sighting], patience_s: float, limit_s: float) -> str | None:
+    """Return what a rank says where all ranks are at one place in training, and at different lines of the script.
+
+    So they are where one hangs outside of the training while others wait for it in a collective of the script's own;
+    but also while one evaluates for all. None where a rank has moved lately, which one that evaluates does; where this
+    rank does not wait; and where nobody is seen to wait in a collective, as on a GPU, for twice as long.
+
+    Args:
+        rank, stuck_s: who speaks, and for how long it has not moved in its training.
+        seen: every rank, this one too.
+        patience_s: for how long no rank has left its line.
+        limit_s: the group's time limit.
+    """
+    still_s = min(each.still_s for each in seen.values())
+    waiting_there = [each for each, at in seen.items() if at.waits]
+    if waiting_there and rank not in waiting_there:
+        return None
+    if len({at.line for at in seen.values()}) == 1 or not all(at.line and not at.end for at in seen.values()):
+        return None
+    if still_s < (patience_s if waiting_there else 2 * patience_s):
+        return None
+    by_line: dict[tuple[str, bool], list[int]] = {}
+    for each, at in sorted(seen.items()):
+        by_line.setdefault((at.line, at.waits), []).append(each)
+    told = [f"{_ranks(ranks)} {_verb(len(ranks), waits)} in {line}" for (line, waits), ranks in by_line.items()]
+    more = [f"and others in {len(told) - _NAMED} more lines"] if len(told) > _NAMED else []
+    return (
+        f"rank {rank} has been {seen[rank].place} for {stuck_s:.0f} s, as all ranks have, which are at different lines "
+        f"and have not left them for {still_s:.0f} s: {', '.join([*told[:_NAMED], *more])}. Where one of them does "
+        "what the others wait for, such as an evaluation or a checkpoint, all is well; else one of them hangs. The "
+        f"others go on waiting, up to the group's limit of {limit_s:.0f} s"
+    )
+
+
 def lost(rank: int, place: Place, absent: Mapping[int, str]) -> str:
     """Return what the error says that ends a rank whose collective has failed."""
     told, those = _each(absent), "that rank" if len(absent) == 1 else "those ranks"
@@ -157,8 +195,14 @@ def _each(absent: Mapping[int, str]) -> str:
     return "; ".join([*told[:_NAMED], *more])
 
 
-def _ranks(absent: Mapping[int, str]) -> str:
-    numbers = [str(rank) for rank in absent]
+def _verb(count: int, waits: bool) -> str:
+    if waits:
+        return "wait" if count > 1 else "waits"
+    return "are" if count > 1 else "is"
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    numbers = [str(rank) for rank in ranks]
     if len(numbers) > _NAMED:
         return f"ranks {', '.join(numbers[:_NAMED])} and {len(numbers) - _NAMED} more"
     return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"

@@ -26,8 +26,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
-from cannikin.core.absence import BEFORE, NOT_COME, Phase, Place, Sighting, awaited, lost, missing, waiting
+from cannikin.core.absence import BEFORE, NOT_COME, Phase, Place, Sighting, awaited, lost, missing, parted, waiting
 from cannikin.errors import InvalidInputError, RankLostError
 
 if TYPE_CHECKING:  # a loop waits by way of `wire`, which has a lookout
@@ -40,6 +41,9 @@ _PATIENCE_S = 30.0  # without a move, before a rank speaks
 _BEAT_S = 0.5
 _COLLECTIVE = ("onnection", "Timed out", "timed out", "timeout", "NCCL", "gloo", "ocket")  # in errors of torch's
 _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_COLLECTIVES = tuple(
+    str(Path(dist.__file__).parent / name) for name in ("distributed_c10d.py", "_functional_collectives.py")
+)
 _is_ending = False  # this program comes to its end
 _STANDARD = sysconfig.get_paths()["stdlib"]
 
@@ -99,6 +103,8 @@ class Lookout:
         self._waited_for: dict[str, set[int]] = {}  # ranks that did come after all, by the place they came from
         self._heard: dict[int, tuple[str, float]] = {}  # the last words of each rank, and when they changed
         self._read_s: float | None = None  # when reading began, while it goes on
+        self._line, self._at_line_s, self._waits = "", time.monotonic(), False  # of the script, and since when
+        self._parted: set[str] = set()  # lines at which this rank has spoken while others were at other ones
         self._wanted = False
         self._error: str | None = None
         self._lost: tuple[int, ...] = ()
@@ -194,6 +200,8 @@ class Lookout:
                 self._read()
             if stuck_s >= max(self._patience_s, 2 * self._said_s):
                 self._speak(stuck_s)
+            elif self._said_s and self._line not in self._parted:
+                self._speak_of_lines(stuck_s)
 
     def _move(self, place: Place, now_s: float) -> None:
         if self._said_s:
@@ -206,10 +214,14 @@ class Lookout:
 
     def _tell(self, end: str = "") -> None:
         self._num_beats += 1
-        line = _line(self._thread_id) if time.monotonic() - self._moved_s > self._patience_s / 4 else ""
+        now_s = time.monotonic()
+        line, self._waits = _line(self._thread_id) if now_s - self._moved_s > self._patience_s / 4 else ("", False)
+        if line != self._line:
+            self._line, self._at_line_s = line, now_s
         place = self._place
         where = [place.step, place.phase, place.num_buckets, place.is_meeting]
-        words = [self._num_beats, *where, end, line, self._lost]
+        at_line = [line, now_s - self._at_line_s, self._waits]
+        words = [self._num_beats, *where, end, *at_line, self._lost]
         self._store.set(self._key(self._rank), json.dumps(words))
 
     def _key(self, rank: int) -> str:
@@ -222,11 +234,25 @@ class Lookout:
             known = all("alive" in absent[r] and r in self._waited_for.get(others[r].line, ()) for r in absent)
             text = waiting(self._rank, self._place, stuck_s, absent, self._limit_s)
             _log.log(logging.INFO if known else logging.WARNING, "%s", text)
-        elif told := awaited(self._rank, self._place, stuck_s, _line(self._thread_id), others):
+        elif told := awaited(self._rank, self._place, stuck_s, self._line, others):
             _log.warning("%s", told)
         else:
             _log.info("all ranks have been %s for %.0f s", self._place, stuck_s)
         self._said_s = stuck_s
+
+    def _speak_of_lines(self, stuck_s: float) -> None:
+        """Say, once per line, that ranks are as far in training as each other, and elsewhere in the script."""
+        others = self._sightings()
+        now_s = time.monotonic()
+        if len(others) < self._world_size - 1 or missing(self._place, others, silence_s=self._patience_s / 3):
+            return
+        if any(seen.place != self._place for seen in others.values()):
+            return
+        own = Sighting(place=self._place, line=self._line, still_s=now_s - self._at_line_s, waits=self._waits)
+        told = parted(self._rank, stuck_s, {**others, self._rank: own}, self._patience_s, self._limit_s)
+        if told is not None:
+            self._parted.add(self._line)
+            _log.warning("%s", told)
 
     def _sightings(self) -> dict[int, Sighting]:
         """Return what has been heard of the other ranks; where the store does not answer, of who holds it."""
@@ -237,10 +263,11 @@ class Lookout:
             if not words:
                 found[rank] = Sighting(place=NOT_COME, silent_s=now_s - changed_s)
                 continue
-            _, step, phase, num_buckets, is_meeting, end, line, others = json.loads(words)
+            _, step, phase, num_buckets, is_meeting, end, line, still_s, waits, others = json.loads(words)
             place = Place(step, Phase(phase), num_buckets, is_meeting)
             silent_s = 0.0 if began_s is not None else now_s - changed_s
-            found[rank] = Sighting(place=place, line=line, end=end, silent_s=silent_s, lost=tuple(others))
+            at_line = {"line": line, "still_s": still_s, "waits": waits}
+            found[rank] = Sighting(place=place, end=end, silent_s=silent_s, lost=tuple(others), **at_line)
         if began_s is not None and now_s - began_s > 2 * self._beat_s and self._rank != 0:
             # No answer: of all ranks only the one that holds the store is known to be out of reach.
             known = found.get(0, Sighting(place=BEFORE))
@@ -287,17 +314,24 @@ def _is_of_collective(error: BaseException | None) -> bool:
     return isinstance(error, RuntimeError) and any(word in str(error) for word in _COLLECTIVE)
 
 
-def _line(thread_id: int) -> str:
-    """Return the line of the script at which a thread is: the innermost one that is neither torch's nor Python's."""
+def _line(thread_id: int) -> tuple[str, bool]:
+    """Return the line of the script at which a thread is, and whether it waits there in a collective of torch's.
+
+    It is the innermost one that is neither torch's nor Python's.
+    """
     frame = innermost = _frame_of(thread_id)
+    waits = False
     while frame is not None:
         name = frame.f_code.co_filename
+        waits = waits or name.startswith(_COLLECTIVES)
         standard = name.startswith(_STANDARD) and "-packages" not in name
         if not (standard or name.startswith((*_OURS, "<"))):
             break
         frame = frame.f_back
     frame = frame or innermost
-    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})"
+    if frame is None:
+        return "", False
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})", waits
 
 
 def _frame_of(thread_id: int) -> FrameType | None:
