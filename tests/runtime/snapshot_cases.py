@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import logging
 import os
 import random
 import signal
@@ -153,6 +154,33 @@ def told_to_end(rank: int, world_size: int, folder: str, whom: int, options: dic
         training.train(1000)
     except SystemExit as end:
         return end.code, training.num_steps, training.result()
+    return None
+
+
+def told_to_end_on_a_bad_disk(rank: int, world_size: int, folder: str, is_gone: bool) -> Any:
+    """Train until the disk fails, then send SIGTERM; return the status and what was said of the last snapshot."""
+
+    def fsync(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    class Told(Recording):
+        def after_step(self) -> None:
+            if self.num_steps == 4 and rank == 0:
+                os.fsync = fsync  # type: ignore[assignment]
+                for name in names(Path(folder)) if is_gone else ():
+                    os.unlink(os.path.join(folder, name))
+            if self.num_steps == 5 and rank == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("cannikin").addHandler(handler)
+    training = Told(folder, run_dir=folder)
+    try:
+        training.train(1000)
+    except SystemExit as end:
+        return end.code, [words for words in said if "SIGTERM" in words]
     return None
 
 

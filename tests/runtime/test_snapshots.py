@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from ranks import run_ranks, run_ranks_with_errors
@@ -19,6 +21,7 @@ from snapshot_cases import (
     seed_unlike,
     stuck,
     told_to_end,
+    told_to_end_on_a_bad_disk,
     two_jobs,
     two_models,
 )
@@ -168,6 +171,18 @@ def test_all_ranks_save_and_leave_when_one_is_told_to_end(tmp_path, whom, option
     again = run_ranks(run, 2, str(tmp_path), 1 + num_steps // 6, -1, {})
     assert [result["resumed_from"] for result in again] == [num_steps] * 2
     assert seen_by([result for _, _, result in results] + again) == every_sample_of(1 + num_steps // 6)
+
+
+@pytest.mark.parametrize(
+    ("is_gone", "newest"), [(False, r"the newest is of step [34]$"), (True, "there is none at all$")]
+)
+def test_a_last_snapshot_that_could_not_be_written_is_not_claimed(tmp_path, is_gone, newest):
+    for status, (words,) in run_ranks(told_to_end_on_a_bad_disk, 2, str(tmp_path), is_gone):
+        assert status == 143
+        assert re.search(f"no snapshot could be taken now: {newest}", words)
+    assert re.search(
+        f"SIGTERM told it to end, and no snapshot could be taken now: {newest}", read_runlog(tmp_path).events[-1].text
+    )
 
 
 def test_a_second_job_is_refused_the_folder_of_one_that_lives_and_gets_it_once_that_is_killed(tmp_path):

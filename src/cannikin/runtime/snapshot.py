@@ -358,8 +358,8 @@ class Snapshot:
     def _restart_clock(self) -> None:
         self._taken_s, self._taken_step, self._wanted = time.monotonic(), self._loop.queue.num_taken, False
 
-    def _take(self) -> None:
-        """Copy everything to the host, and have a thread write it."""
+    def _take(self) -> SnapshotName | None:
+        """Copy everything to the host, and have a thread write it; return its name, None where it cannot be saved."""
         self._restart_clock()
         start_s = time.perf_counter()
         try:
@@ -367,12 +367,13 @@ class Snapshot:
             skeleton, tensors = take_apart(state)
         except InvalidInputError as error:
             self._warn(f"no snapshot was taken: {error}")
-            return
+            return None
         modules = [part for part in self._objects.values() if isinstance(part, torch.nn.Module)]
         buffers = {buffer.data_ptr() for module in modules for buffer in module.buffers()}  # that forward may change
         self._host.copy(tensors, lambda tensor: tensor.data_ptr() in buffers)
         name = SnapshotName(int(state["objects"]["engine"]["num_steps"]), self._identity)
         self._writing = self._writer.submit(self._write, name, skeleton, time.perf_counter() - start_s)
+        return name
 
     def _write(self, name: SnapshotName, skeleton: Any, stalled_s: float) -> None:
         """Write what was copied, and remove what it supersedes, in a thread."""
@@ -411,18 +412,36 @@ class Snapshot:
     def _leave(self) -> None:
         """Take a last snapshot and end, on every rank."""
         self._ending.allow(float("inf"))
+        newest, is_new = None, False
         if self._exchange.rank == 0:
             self._wait_for_disk()
-            self._take()
+            taken = self._take()
             self._wait_for_disk()
-        with suppress(RuntimeError):  # the others wait for rank 0: launchers end all ranks once one has ended
-            self._exchange.start_sum(0.0).work.wait(_LAST_WORD)
+            newest = next((name for name in reversed(self._good) if (self._folder / str(name)).exists()), None)
+            is_new = newest is not None and newest == taken
+        told = self._hear_last_word(0.0 if newest is None else newest.step + 1.0, float(is_new))
         who = "this rank" if self._ending.asked else "another rank"
-        _log.warning("%s was told to end (SIGTERM): rank %d leaves with status %d after a snapshot in %s",
-                     who, self._exchange.rank, EXIT_STATUS, self._folder)  # fmt: skip
-        self._engine.close("SIGTERM told it to end, and a snapshot was taken")
+        _log.warning("%s was told to end (SIGTERM): rank %d leaves with status %d; in %s %s",
+                     who, self._exchange.rank, EXIT_STATUS, self._folder, told)  # fmt: skip
+        self._engine.close(f"SIGTERM told it to end, and {told}")
         self.close()
         raise SystemExit(EXIT_STATUS)
+
+    def _hear_last_word(self, newest: float, is_new: float) -> str:
+        """Return what has become of the last snapshot, as rank 0 tells the others, which wait for it.
+
+        Launchers end all ranks once one has ended.
+        """
+        try:
+            last = self._exchange.start_sum(newest, is_new)
+            last.work.wait(_LAST_WORD)
+        except RuntimeError:
+            return "rank 0, which is gone, may have taken a snapshot or not"
+        newest, is_new = last.totals.tolist()[:2]
+        if is_new:
+            return "a snapshot was taken"
+        older = "there is none at all" if not newest else f"the newest is of step {newest - 1:.0f}"
+        return f"no snapshot could be taken now: {older}"
 
     def close(self) -> None:
         """Wait for the snapshot that was asked for or is being written, and take no more; signals are as before."""
