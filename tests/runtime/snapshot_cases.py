@@ -12,11 +12,13 @@ import signal
 import threading
 import time
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.utils.data import Dataset
 
 import cannikin
@@ -353,6 +355,29 @@ def bad_disk(rank: int, world_size: int, folder: str, is_full: bool) -> Any:
         training.train(2)
         training.snapshot.close()
     return training.num_steps, os.listdir(folder), [str(warning.message) for warning in caught]
+
+
+def not_come(rank: int, world_size: int, folder: str, limit_s: float) -> Any:
+    """Build a Snapshot on rank 0 alone, in a group with a time limit; return the error."""
+    dist.destroy_process_group()
+    store = dist.FileStore(os.path.join(folder, "store"), world_size)
+    limit = timedelta(seconds=limit_s)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+    if rank == 1:
+        net = torch.nn.Sequential(
+            torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1)
+        )
+        model = cannikin.HeteroDataParallel(net, torch.optim.AdamW(net.parameters()), policy="even")
+        cannikin.HeteroDataLoader(Noisy(), model=model, batch_size=8)
+        time.sleep(limit_s + 2.0)
+        told = None
+    else:
+        try:
+            told = Recording(os.path.join(folder, "run"))
+        except cannikin.errors.DisagreementError as error:
+            told = str(error)
+    dist.destroy_process_group()
+    return told
 
 
 def refuse(rank: int, world_size: int, folder: str) -> Any:

@@ -6,8 +6,10 @@ import json
 import re
 import socket
 import time
+import weakref
 from datetime import timedelta
 from functools import partial
+from unittest.mock import Mock
 
 import lookout_cases
 import pytest
@@ -151,6 +153,17 @@ def test_a_rank_tells_whom_it_has_lost_before_it_ends_by_it():
     assert "has lost rank 0 " in str(lookout.explain())  # which never comes
     assert json.loads(store.get("cannikin-lookout-1"))[-1] == [0]
     lookout.close()
+
+
+def test_a_rank_that_ends_tells_how_far_it_has_come_since_its_last_beat(monkeypatch):
+    monkeypatch.setenv("CANNIKIN_PATIENCE_S", "1000")
+    store = TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
+    lookout = Lookout(store, rank=1, world_size=2, limit=timedelta(seconds=60))
+    loop = Mock(step=Mock(entry=Mock(step=9)))
+    lookout._loop = weakref.ref(loop)
+    lookout.close()
+    _, step, phase, *_ = json.loads(store.get("cannikin-lookout-1"))
+    assert (step, phase) == (9, Phase.AFTER)
 
 
 def test_a_rank_that_goes_on_before_it_has_read_anything_does_not_miss_who_holds_the_store():

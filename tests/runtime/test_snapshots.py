@@ -13,6 +13,7 @@ from snapshot_cases import (
     bad_disk,
     evaluate_for_long,
     names,
+    not_come,
     other_optimizer_beside,
     own_folders,
     refuse,
@@ -270,6 +271,11 @@ def test_restarts_that_would_fail_are_known_by_what_torchrun_tells_its_ranks(res
     told = {"TORCHELASTIC_MAX_RESTARTS": restarts, "TORCHELASTIC_USE_AGENT_STORE": shares}
     assert _restarts_fail(told, version) == fail
     assert not _restarts_fail({}, version)
+
+
+def test_ranks_that_do_not_come_to_the_snapshot_are_waited_for_as_long_as_it_says(tmp_path):
+    told, _ = run_ranks(not_come, 2, str(tmp_path), 5.0)
+    assert "within 5 s: build the Snapshot on every rank" in told
 
 
 def test_a_folder_that_rank_0_cannot_write_is_an_error_on_every_rank(tmp_path):

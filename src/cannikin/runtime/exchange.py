@@ -44,7 +44,8 @@ class Exchange:
     """
 
     def __init__(self, group: Any) -> None:
-        limit, store = _timeout(group), _store(group)
+        self.limit = limit = _timeout(group)
+        store = _store(group)
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         number = store.add(f"cannikin-models-{self.rank}", 1)  # the same on every rank: all make the same models
         store = _c10d.PrefixStore(f"cannikin-{number}", store)

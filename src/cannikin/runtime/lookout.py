@@ -132,6 +132,9 @@ class Lookout:
         for thread in (self._voice, self._reader):
             if thread is not None and thread is not threading.current_thread():  # in which garbage may be collected
                 thread.join(1.0)  # Python aborts where a thread comes out of torch while the interpreter ends
+        loop = None if self._loop is None else self._loop()
+        if loop is not None:  # it may have gone on since the last beat
+            self._place = place_of(loop, is_meeting=self.is_meeting)
         end = "failed" if error is not None else "ended" if _is_ending else "let go"
         with suppress(RuntimeError):  # the store is gone, and with it those who might have read
             self._tell(end)

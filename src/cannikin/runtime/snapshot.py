@@ -231,12 +231,13 @@ class Snapshot:
     @contextmanager
     def _within_limit(self) -> Iterator[None]:
         """Say who waited for what where ranks do not meet in time, or one of them is gone."""
+        limit = min(_LIMIT, self._exchange.limit)  # a group of gloo's never waits longer
         try:
             yield
         except RuntimeError as error:
             raise DisagreementError(
                 f"rank {self._exchange.rank} could not agree with the other ranks on a snapshot in "
-                f"{str(self._folder)!r} within {_LIMIT.total_seconds():.0f} s: build the Snapshot on every rank, and "
+                f"{str(self._folder)!r} within {limit.total_seconds():.0f} s: build the Snapshot on every rank, and "
                 f"look for the error of the one that has not come ({error})"
             ) from error
 
