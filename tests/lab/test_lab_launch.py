@@ -109,17 +109,22 @@ class Run:
             pytest.fail(f"not done within {LIMIT_S} s:\n{out}\n{err}")
         return self.process.returncode, out.splitlines(), err.splitlines()
 
-    def left_over(self) -> list[str]:
-        """Processes, files, namespaces and cpu groups of this run that are still there."""
-        mark = f"CANNIKIN_LAB_DIR={self.folder}".encode()
-        # torch's own cache stays, as it does without us.
-        found = [str(path) for path in (self.folder / "made").iterdir() if not path.name.startswith("torchinductor_")]
+    def processes(self) -> list[str]:
+        """Processes of this run."""
+        mark, found = f"CANNIKIN_LAB_DIR={self.folder}".encode(), []
         for entry in Path("/proc").glob("[0-9]*"):
             try:
                 if mark in (entry / "environ").read_bytes():
                     found.append((entry / "cmdline").read_text())
             except OSError:
                 continue
+        return found
+
+    def left_over(self) -> list[str]:
+        """Processes, files, namespaces and cpu groups of this run that are still there."""
+        # torch's own cache stays, as it does without us.
+        found = [str(path) for path in (self.folder / "made").iterdir() if not path.name.startswith("torchinductor_")]
+        found += self.processes()
         names = Path("/run/netns").iterdir() if Path("/run/netns").exists() else ()
         groups = Path("/sys/fs/cgroup").glob("cpu*/cannikin-*")
         return found + [str(path) for path in (*names, *groups) if f"cannikin-{self.process.pid}-" in path.name]
@@ -188,6 +193,23 @@ def test_an_interrupt_ends_everything_even_ranks_that_do_not_listen(run):
     status, err = interrupt_once_it_waits(started, signal.SIGINT)
     assert (status, err[-1]) == (130, "cannikin lab: interrupted")
     assert started.left_over() == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no other system ends children with their parent")
+def test_ranks_end_with_a_launcher_that_is_killed(run):
+    code = (
+        "import time; import torch.distributed as dist; dist.init_process_group('gloo'); print('waiting', flush=True)"
+    )
+    started = run(code + "; time.sleep(90)", "--ranks", "1,1")
+    while "waiting" not in (line := started.process.stdout.readline()):
+        assert line, started.process.stderr.read()
+    assert len(started.processes()) >= 3, "torchrun and two ranks"
+    started.process.kill()
+    started.process.wait()
+    deadline_s = time.monotonic() + 20
+    while (left := started.processes()) and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    assert left == []
 
 
 def why_no_hosts() -> str | None:

@@ -9,11 +9,12 @@ import os
 import sys
 from pathlib import Path
 
-from cannikin.lab.run_folder import FOLDER, Exit, note_exits
+from cannikin.lab.run_folder import FOLDER, Exit, end_with_parent, note_exits
 
 
 def main() -> None:
     """Run torchrun with our arguments; exit with 1 where a rank failed."""
+    end_with_parent()  # the launcher
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from cannikin.lab.run_folder import FOLDER, HOST, Exit, RankSettings, note_exits
+from cannikin.lab.run_folder import FOLDER, HOST, Exit, RankSettings, end_with_parent, note_exits
 
 # What gloo and NCCL say where another rank has gone.
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
@@ -22,6 +22,7 @@ LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pi
 
 def main() -> None:
     """Run the script named by the arguments; its exit is ours."""
+    end_with_parent()  # the agent
     folder, rank = os.environ.get(FOLDER), os.environ.get("RANK")
     if folder is None or rank is None:
         sys.exit("cannikin.lab.rank is started by 'cannikin lab -- train.py', which says what each rank is to be")

@@ -10,10 +10,12 @@ An agent is one torchrun (`cannikin.lab.agent`), which starts one or more ranks 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +25,16 @@ from cannikin.lab.cluster import LabDevice
 
 FOLDER = "CANNIKIN_LAB_DIR"  # in the environment of every process of the run, which is found by it
 HOST = "CANNIKIN_LAB_HOST"  # number of the agent, where each rank has one of its own
+
+
+_PR_SET_PDEATHSIG = 1  # of Linux's <sys/prctl.h>
+
+
+def end_with_parent() -> None:
+    """Have the system kill this process once its parent is gone, which may be killed before it can do so; on Linux."""
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):  # a C library without it
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
 @dataclass(frozen=True, kw_only=True)
