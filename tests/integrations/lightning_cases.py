@@ -181,6 +181,8 @@ class SaveAt(L.Callback):
 
 # What one process and two ranks do alike.
 
+NO_GROWTH = {"policy": ScriptedPlanner(CHANGING), "max_batch_size": 96}  # a total that might grow, and does not
+
 ALIKE: dict[str, Callable[..., Found]] = {
     "pinned": lambda **how: fit(Net(), **how),
     "adaptive": lambda **how: fit(Net(), **how, strategy={"policy": ScriptedPlanner(CHANGING)}, max_epochs=6),
@@ -190,6 +192,8 @@ ALIKE: dict[str, Callable[..., Found]] = {
     "scheduled": lambda **how: fit(Net(schedule=True), **how),
     "bf16": lambda **how: fit(Net(lr=0.02), **how, precision="bf16-mixed"),
     "validated": lambda **how: fit(Net(), **how, val_check_interval=0.5),
+    "seldom": lambda **how: fit(Seldom(), **how, strategy=NO_GROWTH, max_epochs=3),
+    "seldom_accumulated": lambda **how: fit(Seldom(), **how, strategy=NO_GROWTH, accumulate_grad_batches=2),
     "max_steps": lambda **how: fit(Net(), **how, max_steps=11, max_epochs=-1),
     "limited": lambda **how: fit(Net(), **how, limit_train_batches=5),
     "overfit": lambda **how: fit(Net(), **how, overfit_batches=2),
@@ -285,6 +289,14 @@ class SlowNet(Net):
         optimizer = torch.optim.SGD(self.parameters(), lr=1e-6)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda steps: 1 / (1 + steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Seldom(SlowNet):
+    """One whose schedule takes a step at every third batch of an epoch."""
+
+    def configure_optimizers(self) -> Any:
+        found = super().configure_optimizers()
+        return {**found, "lr_scheduler": {**found["lr_scheduler"], "frequency": 3}}
 
 
 class GrowsAfterAll:
@@ -386,6 +398,7 @@ RANKS: dict[str, Callable[[], Found]] = {
         callbacks=[LearningRateMonitor()],
         logger=Kept(),
     ),
+    "seldom_growing": lambda: fit(Seldom(), strategy=growing(), max_epochs=4),
     "searched": searched,
     "searched_by_tuner": searched_by_tuner,
     "stream": stream,

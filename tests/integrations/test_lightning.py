@@ -15,11 +15,13 @@ if importlib.util.find_spec("lightning") is None:
     pytest.skip("lightning is not installed: pip install -c constraints.txt '.[lightning]'", allow_module_level=True)
 
 import torch
+from lightning_cases import NUM_BATCHES
 
 pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.timeout(240)]  # the first test waits for the launch
 
 HERE = Path(__file__).parent
-ALIKE = ("pinned", "adaptive", "accumulated", "clipped", "scheduled", "validated", "max_steps", "limited", "overfit")
+ALIKE = ("pinned", "adaptive", "accumulated", "clipped", "scheduled", "validated", "max_steps", "limited", "overfit",
+         "seldom", "seldom_accumulated")  # fmt: skip
 SAVED = ("saved", "saved_scheduled", "saved_ahead", "saved_by_fabric")
 
 
@@ -181,6 +183,14 @@ def test_schedules_by_the_step_follow_progress_where_the_total_grows(told):
         assert 1e-6 / found["rates"][-1] - 1 == pytest.approx(int(found["elapsed"] + 1e-6))
     assert fixed["elapsed"] == fixed["steps"] == 30
     assert int(grown["elapsed"]) != grown["steps"]
+
+
+def test_a_schedule_that_is_stepped_at_every_third_batch_is_so_in_progress(told):
+    assert len(set(values(told, "seldom")[0]["rates"])) == 1 + 3 * (NUM_BATCHES // 3)
+    grown, _ = values(told, "seldom_growing")
+    assert grown["steps"] < 4 * NUM_BATCHES
+    num_passes, rest = divmod(grown["elapsed"], NUM_BATCHES)
+    assert 1e-6 / grown["rates"][-1] - 1 == pytest.approx(num_passes * (NUM_BATCHES // 3) + rest // 3)
 
 
 def test_a_search_of_learning_rates_leaves_no_trace_in_the_training_after_it(told):

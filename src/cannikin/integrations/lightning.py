@@ -18,6 +18,7 @@ total that grows gives none, and Lightning then asks for every batch one step ah
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -43,7 +44,7 @@ from cannikin.runtime.engine import Engine
 from cannikin.runtime.loader import HeteroDataLoader
 from cannikin.runtime.options import DrawOptions, Options, check_names
 from cannikin.runtime.parallel import attach
-from cannikin.runtime.update import by_progress
+from cannikin.runtime.update import ProgressScheduler
 from cannikin.trackers import ScalarObserver
 
 _KEY, _PLACE_KEY = "cannikin", "cannikin_loader"  # of a checkpoint; the first is the strategy's name, too
@@ -104,7 +105,7 @@ class CannikinStrategy(DDPStrategy):
         if saved is not None:
             self.engine.load_state_dict(saved)
         if self._loader_options.get("max_batch_size") is not None and trainer.max_steps == -1:
-            self._schedule_by_progress(self.engine)
+            self._schedule_by_progress(self.engine, trainer)
         if self.loader is not None:  # configure_optimizers() has asked how many steps there will be
             self._bind(self.loader, self.engine)
             if self._saved_place is not None:  # Lightning gives it only to loaders that it makes after this
@@ -117,14 +118,32 @@ class CannikinStrategy(DDPStrategy):
         loader.bind(engine)
         self._begun = engine.state_dict(), loader.state_dict()
 
-    def _schedule_by_progress(self, engine: Engine) -> None:
+    def _schedule_by_progress(self, engine: Engine, trainer: pl.Trainer) -> None:
         """Let schedulers that count steps count those that training is worth at the initial batch.
 
-        Not so where `max_steps` says how many there will be, which schedules are then written for.
+        Not so where `max_steps` says how many there will be, which schedules are then written for. Which steps a
+        `frequency` asks for is counted in progress, too, so Lightning has to call after each.
         """
         for each in self.lr_scheduler_configs:
             if each.interval == "step" and not each.reduce_on_plateau:
-                each.scheduler = by_progress(each.scheduler, engine)  # type: ignore[assignment]
+                count = None if each.frequency == 1 else partial(self._num_calls, engine, trainer, each.frequency)
+                each.scheduler = ProgressScheduler(each.scheduler, engine, "step", count=count)  # type: ignore[assignment]
+                each.frequency = 1
+
+    def _num_calls(self, engine: Engine, trainer: pl.Trainer, frequency: int, steps: int) -> int:
+        """Return how often Lightning would step a scheduler within so many steps at the initial batch.
+
+        It does so at every `frequency`-th batch of an epoch, as far as the optimizer steps there.
+        """
+        num_piled, limit = trainer.accumulate_grad_batches, trainer.limit_train_batches
+        every = math.lcm(frequency, num_piled) // num_piled
+        length = None if engine.job is None else engine.job.pass_steps
+        if length is None:
+            return steps // every
+        num_batches = min(length, limit) if isinstance(limit, int) else int(length * limit)
+        pass_steps = max(1, math.ceil(num_batches / num_piled))
+        num_passes, rest = divmod(steps, pass_steps)
+        return num_passes * (pass_steps // every) + rest // every
 
     def _refuse(self, trainer: pl.Trainer) -> None:
         """Refuse what cannot be honoured."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -356,18 +356,24 @@ class ProgressScheduler:
 
     One with an end of its own (OneCycleLR) stops there: the last step, or the last pass of `model.epochs(n)`, may make
     more progress than was missing.
+
+    Args:
+        scheduler, engine, unit: as of `by_progress`.
+        count: how many of the scheduler's steps so many units stand for; None is one each.
     """
 
-    def __init__(self, scheduler: Any, engine: Any, unit: str) -> None:
+    def __init__(self, scheduler: Any, engine: Any, unit: str, *, count: Callable[[int], int] | None = None) -> None:
         self.scheduler = scheduler
         self._engine = engine
         self._unit = unit
+        self._count = count
         self._taken = self._units()
         self._num_beyond: int | None = 0  # units beyond the scheduler's end; None once that was said
 
     def _units(self) -> int:
         elapsed: float = self._engine.elapsed(self._unit)
-        return math.floor(elapsed + 1e-9)
+        units = math.floor(elapsed + 1e-9)
+        return units if self._count is None else self._count(units)
 
     def step(self) -> None:
         """Bring the scheduler up to the model's progress."""
