@@ -22,7 +22,9 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from training_cases import ScriptedPlanner
 
+from cannikin.core.planner import Noise
 from cannikin.integrations.accelerate import prepare
 from cannikin.runtime.passes import epoch_order
 
@@ -265,6 +267,52 @@ def adaptive(folder: Path) -> dict[str, Any]:
         "bounded progress": bounded.engine.progress,
         "bounded noise": bounded.engine.noise_scale,
     }
+
+
+class Noisy(ScriptedPlanner):
+    """Plans by script, with so much noise that a step is worth as much as the samples in it."""
+
+    noise = Noise(signal_sqnorm=1.0, noise_trace=1e9)
+
+
+def called_seldom(folder: Path) -> dict[str, Any]:
+    """A prepared scheduler that the loop steps after every epoch, or after every third batch of an epoch."""
+
+    def rates(every: int | None, *, save: str = "", load: str = "", **given: Any) -> dict[str, Any]:
+        accelerator, net = fresh(), network()
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)  # of which a call is two
+        loader: Any = DataLoader(samples(512), batch_size=LOCAL)
+        model, optimizer, loader, scheduler = prepare(accelerator, net, optimizer, loader, scheduler, **given)
+        found = []
+        if load:
+            accelerator.load_state(folder / load)
+        for _ in range(loader.epoch, 6):
+            for step, (inputs, labels) in enumerate(loader):
+                accelerator.backward(0 * cross_entropy(model(inputs), labels))
+                optimizer.step()
+                optimizer.zero_grad()
+                if every is not None and step % every == every - 1:
+                    scheduler.step()
+                    found.append(optimizer.param_groups[0]["lr"])
+                if save and loader.epoch == 1 and step == 1:
+                    accelerator.save_state(folder / save)
+            if every is None:
+                scheduler.step()
+                found.append(optimizer.param_groups[0]["lr"])
+        return {"rates": found, "updates": loader.engine.num_updates, "steps": loader.engine.elapsed("step")}
+
+    might_grow = {"policy": Noisy([(40, 24)]), "max_batch_size": 128}
+    found = {}
+    for name, every in (("epoch", None), ("third batch", 3)):
+        grows = {"policy": Noisy([(40, 24), *[(80, 48)] * 100]), "max_batch_size": 128}
+        found[name] = {
+            "fixed": rates(every, **UNEQUAL),
+            "might grow": rates(every, **might_grow),
+            "grows": rates(every, **grows, save=name),
+            "resumed": rates(every, **grows, load=name),
+        }
+    return found
 
 
 def saving(folder: Path) -> dict[str, Any]:

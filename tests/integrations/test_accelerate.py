@@ -25,7 +25,7 @@ pytestmark = pytest.mark.xdist_group("ranks")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What each case found on rank 0; the second launch resumes what the first one saved."""
     folder = tmp_path_factory.mktemp("accelerate")
-    first = run_ranks(run, 2, folder, "parity", "adaptive", "saving", "refusals", timeout_s=100)
+    first = run_ranks(run, 2, folder, "parity", "adaptive", "called_seldom", "saving", "refusals", timeout_s=100)
     return first[0] | run_ranks(run, 2, folder, "resuming", timeout_s=60)[0]
 
 
@@ -79,6 +79,23 @@ def test_a_schedule_of_a_growing_total_follows_progress_as_fast_as_accelerate_st
     last = adaptive["piled rates"][-1]
     assert last == pytest.approx(0.1 * 0.7 ** (steps // 4), rel=0.5)
     assert len(set(adaptive["piled rates"])) > 4
+
+
+@pytest.mark.parametrize("often", ["epoch", "third batch"])
+def test_a_schedule_of_a_total_that_may_grow_follows_how_often_the_loop_steps_it(found, often):
+    seldom = found["called_seldom"][often]
+    assert seldom["might grow"]["rates"] == seldom["fixed"]["rates"]
+    assert len(set(seldom["fixed"]["rates"])) == len(seldom["fixed"]["rates"]) >= 6
+    grown = seldom["grows"]
+    assert grown["updates"] < seldom["fixed"]["updates"]
+    if often == "epoch":
+        # With so much noise a pass is worth a pass, nearly.
+        assert all(rate in (own, 2 * own) for rate, own in zip(grown["rates"], seldom["fixed"]["rates"], strict=True))
+    else:
+        assert -math.log2(grown["rates"][-1]) > 1.5 * len(grown["rates"])  # a call is worth two after the growth
+        assert -math.log2(grown["rates"][-1]) <= grown["steps"] / 3
+    resumed = seldom["resumed"]["rates"]
+    assert resumed == grown["rates"][-len(resumed) :]
 
 
 def test_a_run_saved_in_mid_epoch_ends_with_the_same_weights_in_a_fresh_process(found):

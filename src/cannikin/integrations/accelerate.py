@@ -10,8 +10,10 @@ the scheduler, which then counts progress instead of steps.
 from __future__ import annotations
 
 import itertools
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Unpack
 
 import torch
@@ -29,7 +31,7 @@ from cannikin.runtime.engine import Engine
 from cannikin.runtime.loader import HeteroDataLoader
 from cannikin.runtime.options import DrawOptions, Options, check_names
 from cannikin.runtime.parallel import attach
-from cannikin.runtime.update import by_progress
+from cannikin.runtime.update import ProgressScheduler
 
 _OF_LOADERS = (*DrawOptions.__annotations__, "item_count", "seed")
 _OF_ENGINES = tuple(name for name in Options.__annotations__ if name not in ("follows", "loader"))
@@ -94,7 +96,7 @@ def prepare(
     loader.serve(accelerator, engine)
     num_steps = 1 if accelerator.split_batches else accelerator.num_processes
     for place in of_schedulers:
-        prepared[place] = by_progress(_SeveralSteps(objects[place], num_steps), engine)
+        prepared[place] = _CalledScheduler(_SeveralSteps(objects[place], num_steps), loader)
     accelerator.register_for_checkpointing(engine, loader, *(prepared[place] for place in of_schedulers))
     return tuple(prepared)
 
@@ -174,6 +176,78 @@ class _SeveralSteps:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take it back."""
         self.scheduler.load_state_dict(state)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Moment:
+    """A call of a scheduler: how far training was, counted from any beginning."""
+
+    updates: int  # steps of the optimizer
+    steps: float  # what they were worth
+    passes: float  # what training was worth in passes; NaN where the call was not at the end of one
+    epoch: int
+
+    def __sub__(self, other: _Moment) -> _Moment:
+        return _Moment(
+            updates=self.updates - other.updates,
+            steps=self.steps - other.steps,
+            passes=self.passes - other.passes,
+            epoch=self.epoch - other.epoch,
+        )
+
+
+class _CalledScheduler(ProgressScheduler):
+    """Steps a scheduler once per call while the total batch is the initial one, and later as progress asks for.
+
+    Scripts call it after every step of the optimizer, after every k-th, or after every epoch. A call after a complete
+    pass is worth that pass; another one, or after data without a length, what the optimizer's steps since the call
+    before were worth on average.
+
+    Args:
+        scheduler: takes a step per call.
+        loader: that the model trains on.
+    """
+
+    def __init__(self, scheduler: _SeveralSteps, loader: PreparedLoader) -> None:
+        super().__init__(scheduler, loader.engine, "step")
+        self._loader = loader
+        self._worth = float(self._taken)  # of all calls so far
+        self._last = self._now()
+
+    def step(self) -> None:
+        """Take as many steps as this call is worth, with what earlier ones have left over."""
+        now = self._now()
+        if not (self._loader.engine.loop.is_between_passes and self._loader.state_dict()["position"] == 0):
+            now = replace(now, passes=math.nan)
+        since = now - self._last
+        if since.updates == 0:  # gradients pile up
+            return
+        per_pass = since.epoch > 0 and not math.isnan(since.passes)
+        self._worth += since.passes / since.epoch if per_pass else since.steps / since.updates
+        self._last = now
+        self._catch_up(math.floor(self._worth + 1e-9))
+
+    def _now(self) -> _Moment:
+        engine = self._loader.engine
+        has_length = engine.job is not None and engine.job.pass_steps is not None
+        return _Moment(
+            updates=engine.num_updates,
+            steps=engine.elapsed("step"),
+            passes=engine.elapsed("epoch") if has_length else math.nan,
+            epoch=self._loader.epoch,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `ProgressScheduler` does, what all calls were worth, and what came after the last one."""
+        since = asdict(self._now() - self._last)
+        return {**super().state_dict(), "worth": self._worth, "since": since}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take it back; engine and loader have taken theirs."""
+        super().load_state_dict(state)
+        self._worth = float(state.get("worth", self._taken))  # older states have neither
+        since = _Moment(**state["since"]) if "since" in state else self._now() - self._now()
+        self._last = self._now() - since
 
 
 def _seeded(seed: int | None) -> Any:

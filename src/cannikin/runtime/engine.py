@@ -486,6 +486,11 @@ class Engine:
         return self._update.progress.batches
 
     @property
+    def num_updates(self) -> int:
+        """Steps that the optimizer has taken since this process began."""
+        return self._update.num_steps
+
+    @property
     def lr_scale(self) -> float:
         """The factor on every learning rate, of several optimizers the first one's, under the plan in force."""
         return self.loop.coordinator.lr_factor(self._update, self.loop.current_step)

@@ -377,7 +377,9 @@ class ProgressScheduler:
 
     def step(self) -> None:
         """Bring the scheduler up to the model's progress."""
-        units = self._units()
+        self._catch_up(self._units())
+
+    def _catch_up(self, units: int) -> None:
         if self._num_beyond and self._taken < units and self._engine.goal is None and self._engine.rank == 0:
             self._num_beyond = None
             warnings.warn(
