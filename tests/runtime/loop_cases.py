@@ -287,6 +287,49 @@ def numbers_of_resumed_passes(rank: int) -> list[int]:
     return [(epoch, one_epoch(model, optimizer, loader))[0] for epoch in model.epochs(4)]
 
 
+def resumed_schedules(rank: int, *, unit: str) -> dict[str, list[int]]:
+    """Where a schedule is that goes on from two passes of four steps, after each step of one more.
+
+    By when it is wrapped, before the engine's state is loaded or after it, and by what is saved of it.
+    """
+    state: dict[str, Any] = {}
+
+    def train(*order: str) -> list[int]:
+        model, optimizer = make_model()
+        loader = HeteroDataLoader(Numbered(24), model=model, batch_size=6)
+        bare = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        scheduler: Any = None
+        for what in order:
+            if what == "wrap":
+                scheduler = by_progress(bare, model, unit=unit)
+            elif what == "engine":
+                model.engine.load_state_dict(state["engine"])
+                loader.load_state_dict(state["loader"])
+            else:
+                (bare if what == "bare" else scheduler).load_state_dict(state[what])
+        places = []
+        for _ in range(1 if "engine" in order else 2):
+            for batch in loader:
+                take_step(model, optimizer, batch)
+                scheduler.step()
+                places.append(bare.last_epoch)
+        if not state:
+            state.update(
+                engine=model.engine.state_dict(),
+                loader=loader.state_dict(),
+                bare=bare.state_dict(),
+                wrapped=scheduler.state_dict(),
+            )
+        return places
+
+    train("wrap")
+    orders = (
+        "wrap engine bare", "wrap bare engine", "engine wrap bare", "engine bare wrap", "wrap engine wrapped",
+        "wrap wrapped engine", "engine wrap wrapped", "wrap engine", "engine wrap",
+    )  # fmt: skip
+    return {order: train(*order.split()) for order in orders}
+
+
 def profiles_of_a_policy_without(rank: int, path: str) -> list[Warned]:
     model, _ = make_model(policy="even", profiles=path)
     with collecting_warnings() as warned:

@@ -39,6 +39,8 @@ CASES = {
     "attached, passes": cases.passes_and_mean_of_an_attached_model,
     "attached, statistics": partial(cases.running_means, attached=True),
     "wrapped, statistics": partial(cases.running_means, attached=False),
+    "resumed schedule of steps": partial(cases.resumed_schedules, unit="step"),
+    "resumed schedule of passes": partial(cases.resumed_schedules, unit="epoch"),
     "resumed passes": cases.numbers_of_resumed_passes,
 }
 
@@ -234,6 +236,19 @@ def test_batch_norms_statistics_are_the_weighted_mean_over_ranks_whoever_wraps_t
 
 def test_resumed_passes_keep_their_numbers(told):
     assert values(told, "resumed passes") == [[1, 2, 3], [1, 2, 3]]
+
+
+@pytest.mark.parametrize(("unit", "right", "afresh"), [
+    ("steps", [9, 10, 11, 12], [1, 2, 3, 4]),
+    ("passes", [2, 2, 2, 3], [0, 0, 0, 1]),
+])  # fmt: skip
+def test_a_resumed_schedule_goes_on_from_where_it_was_whatever_of_it_was_saved_and_in_any_order(
+    told, unit, right, afresh
+):
+    for found in values(told, f"resumed schedule of {unit}"):
+        wrapped_on_purpose = found.pop("engine wrap")
+        assert wrapped_on_purpose == afresh
+        assert all(places == right for places in found.values()), found
 
 
 def test_profiles_under_a_policy_that_learns_none_are_ignored_with_a_word(told):

@@ -5,6 +5,7 @@ One engine per model; no global state. What happens inside a step is `loop`'s; `
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import warnings
@@ -20,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cannikin.core.advice import LearnedCluster
 from cannikin.core.cutting import whole_number
 from cannikin.core.layer_split import require_scipy
-from cannikin.core.lr import rule_name
+from cannikin.core.lr import Progress, rule_name
 from cannikin.core.planner import Planner
 from cannikin.core.policies.cannikin import Controller
 from cannikin.core.profiles import Profile
@@ -387,14 +388,22 @@ class Engine:
         """Passes that `epochs` has been asked for, while its loop runs."""
         return self.loop.goal
 
-    def elapsed(self, unit: str) -> float:
+    @property
+    def resumed_from(self) -> Progress | None:
+        """The progress of the saved state that was loaded last, another object each time; None where none was."""
+        return self._update.resumed_from
+
+    def elapsed(self, unit: str, at: Progress | None = None) -> float:
         """Return the steps of the optimizer, or the passes, that training so far has been worth; never above `goal`.
 
         Args:
             unit: "step", or "epoch", which needs a loader of known length.
+            at: what training was worth at another time, between two steps; now where left out.
         """
         job, progress = self.job, self._update.progress
         pass_steps = job.pass_steps if job is not None else None
+        if at is not None:
+            return at.steps if unit == "step" else (at.batches + at.forgone) / (pass_steps or math.nan)
         beyond = 0.0
         if self.goal is not None and pass_steps is not None:
             beyond = max(0.0, self.loop.passed - self.goal * pass_steps)

@@ -131,6 +131,7 @@ class Update:
         self.progress = Progress()  # a skipped step of a fused optimizer may be counted until the next one
         self.num_batches = 1  # whose gradients pile up for the step at hand, or for the last one
         self.num_steps = 0  # of the optimizers, since this process began
+        self.resumed_from: Progress | None = None  # of a saved state, as it was then
         self._device = device
         self._stepped: list[torch.optim.Optimizer] = []  # since progress was counted
         self._uncertain: tuple[HostCopy, Worth] | None = None  # whether the last step was skipped
@@ -181,6 +182,7 @@ class Update:
     def restore(self, progress: Progress) -> None:
         """Go on from a saved state."""
         self.progress, self._uncertain = progress, None
+        self.resumed_from = progress.times(1)
 
     def has_gradients(self, among: Container[int] | None = None) -> bool:
         """Return whether a gradient is kept: `zero_grad` lets go of them, unless it is told to fill them with zeros.
@@ -368,16 +370,35 @@ class ProgressScheduler:
         self._unit = unit
         self._count = count
         self._taken = self._units()
+        self._left_at = self._place
+        self._resumed_from: Progress | None = engine.resumed_from
         self._num_beyond: int | None = 0  # units beyond the scheduler's end; None once that was said
 
-    def _units(self) -> int:
-        elapsed: float = self._engine.elapsed(self._unit)
-        units = math.floor(elapsed + 1e-9)
+    def _units(self, progress: Progress | None = None) -> int:
+        units = math.floor(self._engine.elapsed(self._unit, progress) + 1e-9)
         return units if self._count is None else self._count(units)
+
+    @property
+    def _place(self) -> int | None:
+        return getattr(self.scheduler, "last_epoch", None)
 
     def step(self) -> None:
         """Bring the scheduler up to the model's progress."""
+        self._resume()
         self._catch_up(self._units())
+        self._left_at = self._place
+
+    def _resume(self) -> None:
+        """Go on from where the scheduler was when the model's state was saved, where it has been put there by itself.
+
+        A script that saves the torch scheduler's own state loads it apart from ours, before or after the model's. One
+        that saves none leaves it at its beginning, from where it catches up.
+        """
+        resumed_from = self._engine.resumed_from
+        if resumed_from is not self._resumed_from:
+            self._resumed_from = resumed_from
+            if self._place != self._left_at:
+                self._taken = self._units(resumed_from)
 
     def _catch_up(self, units: int) -> None:
         if self._num_beyond and self._taken < units and self._engine.goal is None and self._engine.rank == 0:
@@ -407,9 +428,14 @@ class ProgressScheduler:
         return {"scheduler": self.scheduler.state_dict(), "taken": self._taken}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
-        self.scheduler.load_state_dict(state["scheduler"])
-        self._taken = int(state["taken"])
+        """Take back what `state_dict` returned, or the scheduler's own state, of a run that had no other."""
+        if "taken" in state:
+            self.scheduler.load_state_dict(state["scheduler"])
+            self._taken = int(state["taken"])
+        else:
+            self.scheduler.load_state_dict(state)
+            self._taken = self._units()
+        self._left_at, self._resumed_from = self._place, self._engine.resumed_from
 
     def __getattr__(self, name: str) -> Any:
         """Return what else a scheduler has, such as `get_last_lr()`, which trainers log, or `optimizer`."""
