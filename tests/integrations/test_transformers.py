@@ -23,7 +23,9 @@ pytestmark = pytest.mark.xdist_group("ranks")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What each case found on rank 0; the second launch resumes what the first one saved."""
     folder = tmp_path_factory.mktemp("transformers")
-    first = run_ranks(run, 2, folder, "quick", "summary", "logged", "refusals", "saving_groups", timeout_s=100)
+    first = run_ranks(
+        run, 2, folder, "quick", "num_forwards", "summary", "logged", "refusals", "saving_groups", timeout_s=100
+    )
     return first[0] | run_ranks(run, 2, folder, "resuming", timeout_s=60)[0]
 
 
@@ -49,8 +51,13 @@ def test_an_unequal_split_trains_as_one_process_on_the_whole_batches(found, case
     assert found["quick"]["means, evaluated"]["num_evaluated"] == 5
 
 
+def test_a_trial_of_the_loss_in_training_mode_leaves_no_trace(found):
+    assert found["num_forwards"] == 2 * 7
+
+
 def test_the_loss_of_a_whole_training_is_that_of_its_samples_however_seldom_it_was_logged(found):
     assert found["summary"][500] == pytest.approx(found["summary"][1], abs=1e-4)  # rounded to four digits where logged
+    assert found["summary"]["no"] == pytest.approx([found["summary"][1]] * 3, abs=1e-4)
 
 
 def test_trackers_of_report_to_get_the_plan_and_the_noise_beside_the_loss(found):
@@ -126,6 +133,8 @@ def test_a_run_saved_at_any_step_ends_with_the_same_weights_in_a_fresh_process(a
         ("not whole", "local_batches[0]=12.0 must be a whole number of at least 1"),
         ("stream", "the train dataset is an IterableDataset"),
         ("evaluated first", "trainer.evaluate() or predict() has prepared it before train()"),
+        ("other batches", "get_train_dataloader() returns batches of 16, and per_device_train_batch_size=8"),
+        ("broken", "no such input cannikin: this was a trial before training, in eval mode"),
         ("no labels", "is 0.0, which does not tell how it is made: put samples with labels first"),
         ("tokens of one's own", "average_tokens_across_devices=False makes each rank's loss a mean over its own"),
     ],

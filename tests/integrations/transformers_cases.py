@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from torch.nn.functional import cross_entropy
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -110,6 +110,26 @@ class Deaf(Classifier):
         return super().forward(x, labels)
 
 
+class Reticent(Classifier):
+    """One that takes any keyword, and has a loss in training only; it counts its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("num_forwards", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, **keywords: Any) -> dict[str, torch.Tensor]:
+        if self.training:
+            self.num_forwards += 1
+        return super().forward(x, labels if self.training else None)
+
+
+class Broken(Classifier):
+    """One that cannot do what it is asked for."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, **keywords: Any) -> dict[str, torch.Tensor]:
+        raise ValueError("no such input")
+
+
 def by_items(outputs: dict[str, torch.Tensor], labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
     """A loss function of the user's own, as Trainer asks for it."""
     return cross_entropy(outputs["logits"], labels, reduction="sum") / num_items_in_batch
@@ -119,6 +139,7 @@ class Watched(HeteroTrainer):
     """Notes splits and samples, and takes longer for each sample on rank 1."""
 
     delay_s = 0.0
+    output: Any
     splits: set[tuple[int, ...]]
     seen: list[list[list[int]]]
 
@@ -131,6 +152,30 @@ class Watched(HeteroTrainer):
             if self.delay_s and self.args.process_index == 1:
                 time.sleep(self.delay_s * len(inputs["labels"]))
         return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+class OwnLoader(Watched):
+    """Makes its train loader itself."""
+
+    batch_size = LOCAL
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.train_dataset, self.batch_size, shuffle=True, collate_fn=self.data_collator)
+
+
+class OtherLoader(OwnLoader):
+    """With other batches than Trainer counts."""
+
+    batch_size = 2 * LOCAL
+
+
+class Looking(Watched):
+    """Looks at the train loader, and leaves it as it is."""
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        loader = super().get_train_dataloader()
+        assert len(loader) == 7
+        return loader
 
 
 def fresh() -> None:
@@ -159,16 +204,17 @@ def arguments(folder: Path, **keywords: Any) -> TrainingArguments:
 
 def train(
     folder: Path, model: Any, *, arguments_: dict[str, Any] | None = None, resume: str | None = None,
-    delay_s: float = 0.0, compute_loss_func: Any = None, collator: Any = None, **options: Any,
+    delay_s: float = 0.0, compute_loss_func: Any = None, collator: Any = None,
+    kind: type[Watched] = Watched, **options: Any,
 ) -> Watched:  # fmt: skip
     fresh()
     data, usual = (Sentences(), padded) if isinstance(model, LlamaForCausalLM) else (Points(), None)
-    trainer = Watched(
+    trainer = kind(
         model=model, args=arguments(folder, **(arguments_ or {})), train_dataset=data, eval_dataset=type(data)(32),
         data_collator=collator or usual, compute_loss_func=compute_loss_func, **options,
     )  # fmt: skip
     trainer.delay_s, trainer.splits, trainer.seen = delay_s, set(), []
-    trainer.train(resume_from_checkpoint=resume)
+    trainer.output = trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 
@@ -274,9 +320,18 @@ PARITY: dict[str, tuple[Callable[[], Any], dict[str, Any], dict[str, Any], dict[
     "means, evaluated": (Classifier, {"eval_strategy": "steps", "eval_steps": 3}, {}, {}),
     "means, 9 steps": (Classifier, {"max_steps": 9}, {}, {}),
     "means, a count ignored": (Deaf, {}, {}, {"factor": 2.0}),
+    "means, in training only": (Reticent, {}, {}, {"factor": 2.0}),
+    "means, a loader of one's own": (Classifier, {}, {"kind": OwnLoader}, {}),
+    "means, a loader looked at": (Classifier, {}, {"kind": Looking}, {}),
     "a loss function": (Classifier, _PILED, {"compute_loss_func": by_items}, {"accumulate": 3}),
 }
-QUICK = ("tokens, short last group", "means, evaluated", "means, a count ignored")
+QUICK = (
+    "tokens, short last group",
+    "means, evaluated",
+    "means, a count ignored",
+    "means, in training only",
+    "means, a loader of one's own",
+)
 
 
 def parity(folder: Path, names: Iterable[str] = PARITY) -> dict[str, Any]:
@@ -294,12 +349,20 @@ def quick(folder: Path) -> dict[str, Any]:
     return parity(folder, QUICK)
 
 
+def num_forwards(folder: Path) -> int:
+    """Forwards that a model has counted in a training that was preceded by trials of its loss."""
+    return int(train(folder, Reticent(), **UNEQUAL).model.num_forwards)
+
+
 def summary(folder: Path) -> dict[str, Any]:
-    """The loss of the whole training, of one that logs each step and of one that logs too seldom to log any."""
+    """The loss of the whole training: of one that logs each step, too seldom to log any, or never."""
     found = {}
     for every in (1, 500):
         trainer = train(folder, Classifier(), arguments_={"max_steps": 7, "logging_steps": every}, **UNEQUAL)
         found[every] = trainer.state.log_history[-1]["train_loss"]
+    trainer = train(folder, Classifier(), arguments_={"max_steps": 7, "logging_strategy": "no"}, **UNEQUAL)
+    output = trainer.output
+    found["no"] = [trainer.state.log_history[-1]["train_loss"], output.training_loss, output.metrics["train_loss"]]
     return found
 
 
@@ -430,7 +493,7 @@ def refusals(folder: Path) -> dict[str, str]:
         try:
             call()
         except ValueError as error:
-            return str(error)
+            return " ".join([str(error), *getattr(error, "__notes__", ())])
         return "nothing"
 
     def evaluated_first() -> None:
@@ -453,6 +516,8 @@ def refusals(folder: Path) -> dict[str, str]:
         "not whole": said(lambda: make(options={"local_batches": [12.0, 4.0]})),
         "stream": said(lambda: make(Stream(), max_steps=3)),
         "evaluated first": said(evaluated_first),
+        "other batches": said(lambda: train(folder, Classifier(), kind=OtherLoader, **UNEQUAL)),
+        "broken": said(lambda: train(folder, Broken(), **UNEQUAL)),
         "no labels": said(lambda: train(folder, llama(), collator=without_labels, **UNEQUAL)),
         "tokens of one's own": said(
             lambda: train(folder, llama(), arguments_={"average_tokens_across_devices": False}, **UNEQUAL)

@@ -46,6 +46,7 @@ class HeteroTrainer(Trainer):
         class MyTrainer(HeteroTrainer, Seq2SeqTrainer): ...
 
     `engine` has the plan, the noise scale and progress once training has begun. On one process it is a plain Trainer.
+    The DataLoader of a subclass's own `get_train_dataloader` is taken apart, as `HeteroDataLoader.like` does.
 
     Args:
         *args, **kwargs: those of Trainer, and keywords of `Options`, such as `run_dir` and `profiles`.
@@ -94,6 +95,8 @@ class HeteroTrainer(Trainer):
         self._batches: _Batches | None = None  # of the loader that the engine has
         self._saved: dict[str, Any] | None = None  # an engine's state, until there is one to take it
         self._counts_items = False  # the loss, so that Trainer must count them for every batch
+        if type(self).get_train_dataloader is not HeteroTrainer.get_train_dataloader:
+            self.get_train_dataloader = self._cut_loader_of_subclass  # type: ignore[method-assign]
         self.add_callback(_Moments(self))
 
     def _refuse(self) -> None:
@@ -143,7 +146,8 @@ class HeteroTrainer(Trainer):
                     RuntimeWarning,
                     stacklevel=2,
                 )
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        output = super().train(resume_from_checkpoint, *args, **kwargs)
+        return output._replace(training_loss=output.metrics.get("train_loss", output.training_loss))
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return a loader of whole batches, which are cut by the plan once there is a model to train on them."""
@@ -151,12 +155,27 @@ class HeteroTrainer(Trainer):
             return super().get_train_dataloader()
         if self._batches is not None and self._batches.model is self.model_wrapped:
             return _BatchLoader(self._batches)  # train() once more
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return self._cut(super().get_train_dataloader())
+
+    def _cut_loader_of_subclass(self) -> DataLoader[Any]:
+        """Return what a subclass's own `get_train_dataloader` does, as a loader that is cut by the plan."""
+        if self._batches is not None and self._batches.model is self.model_wrapped:
+            return _BatchLoader(self._batches)
+        loader = type(self).get_train_dataloader(self)
+        return loader if isinstance(loader, _BatchLoader) else self._cut(loader)  # it asks ours where it calls super()
+
+    def _cut(self, given: DataLoader[Any]) -> DataLoader[Any]:
+        local, seed = self.args.train_batch_size, self.args.data_seed
+        if isinstance(given, DataLoader) and given.batch_size not in (None, local):
+            raise InvalidInputError(
+                f"get_train_dataloader() returns batches of {given.batch_size}, and per_device_train_batch_size="
+                f"{local}, by which Trainer counts its steps: let the two agree"
+            )
         loader = HeteroDataLoader.like(
-            super().get_train_dataloader(),
-            batch_size=self.args.train_batch_size * self.args.world_size,
+            given,
+            batch_size=local * self.args.world_size,
             drop_last=self.args.dataloader_drop_last,
-            seed=seed,
+            seed=self.args.seed if seed is None else seed,
             **self._split,
         )
         return _BatchLoader(_Batches(loader))
@@ -197,6 +216,10 @@ class HeteroTrainer(Trainer):
         """Log what Trainer does; beside a training loss the plan and the noise, by the names of `trackers.SCALARS`."""
         if self.engine is not None and "loss" in logs:
             logs |= _numbers(self.engine)
+        if self.engine is not None and "train_loss" in logs and self.args.logging_strategy == IntervalStrategy.NO:
+            # Trainer has logged none over all ranks; at the end of train(), where each rank comes to this.
+            own = torch.tensor(logs["train_loss"], dtype=torch.float64, device=self.args.device)
+            logs["train_loss"] = float(self.accelerator.reduce(own, "mean"))
         super().log(logs, *args, **kwargs)
 
     # How the loss is made.
@@ -234,12 +257,20 @@ class HeteroTrainer(Trainer):
         """Return the loss of these inputs as one of 8 items, over that as one of 16: 2 where it is divided by them."""
         model: Any = self.model
         was_training = model.training
-        model.eval()
-        with torch.no_grad(), self.compute_loss_context_manager():
-            counts = (torch.tensor(number, device=self.args.device) for number in (8, 16))
-            losses: Any = [self.compute_loss(model, dict(inputs), num_items_in_batch=count) for count in counts]
-        few, many = map(float, losses)
-        model.train(was_training)
+        try:
+            few, many = self._losses(inputs)
+        except Exception as error:
+            try:  # a model may have a loss in training only
+                few, many = self._losses(inputs, trains=True)
+            except Exception:
+                error.add_note(
+                    "cannikin: this was a trial before training, in eval mode, of how the loss is made; pass "
+                    "weighting='none' where it is divided by num_items_in_batch, 'hook' where it is a mean over the "
+                    "batch, and there is no trial"
+                )
+                raise error from None
+        finally:
+            model.train(was_training)
         if not (math.isfinite(few) and math.isfinite(many) and many):
             raise InvalidInputError(
                 f"the loss of the dataset's first two samples is {few}, which does not tell how it is made: put "
@@ -247,6 +278,26 @@ class HeteroTrainer(Trainer):
                 "'hook' where it is a mean over the batch"
             )
         return few / many
+
+    def _losses(self, inputs: dict[str, Any], *, trains: bool = False) -> tuple[float, float]:
+        """Return these losses of the model in eval mode, or in training with the same randomness and no trace of it."""
+        model: Any = self.model
+        model.train(trains)
+        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()] if trains else []
+        states = get_randomness(self.args.device)
+        losses: list[float] = []
+        try:
+            with torch.no_grad(), self.compute_loss_context_manager():
+                for number in (8, 16):
+                    count = torch.tensor(number, device=self.args.device)
+                    loss: Any = self.compute_loss(model, dict(inputs), num_items_in_batch=count)
+                    losses.append(float(loss))
+                    set_randomness(states, self.args.device, 0, {})
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+        return losses[0], losses[1]
 
     def _check_items(self, num_items_in_batch: Any) -> None:
         if (num_items_in_batch is not None) != self._counts_items:
