@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -141,7 +142,7 @@ def train(
     feed = Loaded(num_batches=num_batches, keywords=() if pinned is None else (("local_batches", pinned),))
     model = HeteroDataParallel(module, optimizer, policy=policy or ScriptedPlanner([first, (9, 3), (4, 8)]))
     other = nn.Linear(6, 1)
-    beside = DistributedDataParallel(other) if second in ("trains", "trains late", "frozen") else None
+    beside = DistributedDataParallel(other) if second in ("trains", "trains late", "piles up", "frozen") else None
     if second == "follows":
         beside = HeteroDataParallel(other, sgd(other), follows=model)
     raised, num_steps = "", 0
@@ -149,7 +150,7 @@ def train(
         try:
             for x, _ in feed(_Script(), model, rank, 2, regression(torch.float32, 61)):
                 num_steps += 1
-                if beside is not None and num_steps > (25 if second == "trains late" else 0):
+                if beside is not None and second != "piles up" and num_steps > (25 if second == "trains late" else 0):
                     with torch.set_grad_enabled(second != "frozen"):
                         out = beside(x).mean()
                     if second != "frozen":
@@ -160,6 +161,11 @@ def train(
                 if reduces_after:
                     dist.all_reduce(value.detach())
                 optimizer.step()
+                if second == "piles up":
+                    with beside.no_sync() if num_steps % 2 else nullcontext():
+                        beside(x).mean().backward()
+                    if num_steps % 2 == 0:
+                        beside.zero_grad()
         except ValueError as error:
             raised = str(error)
     left = sys.getprofile() is not None
@@ -187,6 +193,7 @@ CASES: dict[str, Callable[[int], Any]] = {
     "sum after backward": lambda rank: train(rank, reduces_after=True),
     "second, trains": lambda rank: train(rank, second="trains"),
     "second, trains late": lambda rank: train(rank, second="trains late", num_batches=40),
+    "second, piles up": lambda rank: train(rank, second="piles up"),
     "second, trains, even, pinned": lambda rank: train(rank, second="trains", policy="even", pinned=(9, 3)),
     "second, frozen": lambda rank: train(rank, second="frozen"),
     "second, follows": lambda rank: train(rank, second="follows"),

@@ -59,10 +59,13 @@ def test_nothing_is_said_of_what_is_right(told, name):
     assert values(told, name) == [([], "", False)] * 2
 
 
-@pytest.mark.parametrize("name", ["second, trains", "second, trains late", "second, trains, even, pinned"])
+@pytest.mark.parametrize(
+    "name", ["second, trains", "second, trains late", "second, piles up", "second, trains, even, pinned"]
+)
 def test_a_second_model_that_trains_under_plain_ddp_is_warned_of(told, name):
     (warned, raised, _), (others, _, _) = values(told, name)
     (text,) = warned
     assert "a Linear under plain DistributedDataParallel trains beside" in text
-    assert "follows=the_first_model" in text
+    assert "follows=the_first_model)" in text
+    assert "cannikin.attach(ddp, its_optimizer, follows=" in text
     assert (raised, others) == ("", [])

@@ -29,8 +29,7 @@ from cannikin.core.values import Plan
 from cannikin.errors import InvalidInputError
 from cannikin.runtime.hook import DdpReducer
 
-_FIRST_DDP_LOOK = 2  # look for a second model at this step: by then it has usually trained
-_LATER_DDP_LOOKS = 32  # and again at each power of two from this step on
+_FIRST_DDP_LOOK = 2  # look for a second model at this step, when it has usually trained, and at every power of two
 _SINGLE_NUMBERS = 2  # entries of a vector that are a number or two per rank, whatever the local batch
 _TORCH, _OURS = (os.path.dirname(file) + os.sep for file in (torch.__file__, os.path.dirname(__file__)))
 _WRAPPERS = (typing_extensions.__file__, contextlib.__file__)  # that torch's functions are decorated by
@@ -103,7 +102,7 @@ class Notices:
         split = () if plan is None else plan.local_batches
         self._is_due = is_power or split != self._split
         self._split = split
-        if num_taken == _FIRST_DDP_LOOK or (is_power and num_taken >= _LATER_DDP_LOOKS):
+        if is_power and num_taken >= _FIRST_DDP_LOOK:  # where gradients pile up it has not trained by the first look
             self._seeks_models = self._seeks_models and not (self._may_differ and _warn_of_plain_ddp())
 
     def begin_forward(self, local_batch: int, total_batch: int) -> None:
@@ -213,8 +212,9 @@ def _warn_of_plain_ddp() -> bool:
         warnings.warn(
             f"a {type(other.module).__name__} under plain DistributedDataParallel trains beside a HeteroDataParallel: "
             "with unequal batches its gradient is the mean of the ranks' means, not that of all samples; wrap it by "
-            "cannikin.HeteroDataParallel(module, its_optimizer, follows=the_first_model) (docs/recipes/gan.md), unless "
-            "it has equal batches of its own",
+            "cannikin.HeteroDataParallel(module, its_optimizer, follows=the_first_model) (docs/recipes/gan.md), or, of "
+            "a framework's DDP module, call cannikin.attach(ddp, its_optimizer, follows=the_first_engine); unless it "
+            "has equal batches of its own",
             RuntimeWarning,
             stacklevel=2,
         )
