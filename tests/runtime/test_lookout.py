@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 import socket
+import sys
+import threading
 import time
 import weakref
 from datetime import timedelta
 from functools import partial
-from unittest.mock import Mock
+from types import SimpleNamespace
 
 import lookout_cases
 import pytest
@@ -19,7 +21,10 @@ from torch.distributed import TCPStore
 
 from cannikin.core.absence import BEFORE, NOT_COME, Phase, Place, Sighting, awaited, lost, missing, parted, waiting
 from cannikin.errors import InvalidInputError
+from cannikin.runtime import lookout
+from cannikin.runtime.entry import BatchEntry
 from cannikin.runtime.lookout import Lookout, patience_s
+from cannikin.runtime.step import StepInProgress
 
 ranks = pytest.mark.xdist_group("ranks")
 HERE = Place(31, Phase.BACKWARD, 2)
@@ -43,6 +48,15 @@ def test_nobody_is_missed_where_all_are_at_the_same_place():
 def test_a_rank_that_is_not_as_far_is_named_with_the_line_it_is_at():
     others = {1: Sighting(place=BEHIND, line="data.py:12 (__getitem__)"), 2: Sighting(place=HERE)}
     assert missing(HERE, others, 10.0) == {1: "it is alive and after step 30, in data.py:12 (__getitem__)"}
+
+
+def test_a_line_that_cannot_be_told_ends_nothing(monkeypatch):
+    here = sys._getframe()
+    gone = SimpleNamespace(f_code=threading.Thread.run.__code__, f_back={})  # seen once: a frame that had become a dict
+    for frame, line in ((here, "test_lookout.py:"), (gone, "")):
+        monkeypatch.setattr(lookout, "_frame_of", lambda _, frame=frame: frame)
+        assert lookout._line(threading.get_ident())[0].startswith(line)
+    assert lookout._line(0) == ("", False)
 
 
 def test_a_rank_that_is_not_heard_of_is_named_wherever_it_was():
@@ -159,7 +173,11 @@ def test_a_rank_that_ends_tells_how_far_it_has_come_since_its_last_beat(monkeypa
     monkeypatch.setenv("CANNIKIN_PATIENCE_S", "1000")
     store = TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
     lookout = Lookout(store, rank=1, world_size=2, limit=timedelta(seconds=60))
-    loop = Mock(step=Mock(entry=Mock(step=9)))
+
+    class AfterStep:
+        step = StepInProgress(entry=BatchEntry(step=9, local_batch=1, total_batch=2), optimizer_end=1.0)
+
+    loop = AfterStep()
     lookout._loop = weakref.ref(loop)
     lookout.close()
     _, step, phase, *_ = json.loads(store.get("cannikin-lookout-1"))

@@ -320,9 +320,18 @@ def _is_of_collective(error: BaseException | None) -> bool:
 def _line(thread_id: int) -> tuple[str, bool]:
     """Return the line of the script at which a thread is, and whether it waits there in a collective of torch's.
 
-    It is the innermost one that is neither torch's nor Python's.
+    Nothing is told where it cannot be: the thread goes on, and what was a frame may be another object once it is looked
+    at.
     """
-    frame = innermost = _frame_of(thread_id)
+    try:
+        return _line_at(_frame_of(thread_id))
+    except (AttributeError, TypeError):
+        return "", False
+
+
+def _line_at(innermost: FrameType | None) -> tuple[str, bool]:
+    """Return the innermost line that is neither torch's nor Python's, and whether torch's collectives are inside."""
+    frame = innermost
     waits = False
     while frame is not None:
         name = frame.f_code.co_filename
