@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import time
+import weakref
 from dataclasses import asdict
 from typing import Any
 
@@ -276,6 +278,26 @@ def running_means(rank: int, *, attached: bool) -> list[float]:
         ddp(torch.full((len(features), 1), float(rank))).sum().backward()
         optimizer.step()
     return net[0].running_mean.tolist()
+
+
+def dropped_loader(rank: int) -> tuple[bool, bool]:
+    """Whether a loader goes at once where its model stays, and where both go: in a cycle each worker takes 5 s."""
+    gone = []
+    for keeps_model in (True, False):
+        gc.disable()
+        try:
+            model, optimizer = make_model()
+            loader = HeteroDataLoader(Numbered(24), model=model, batch_size=6)
+            for _ in model.epochs(1):
+                one_epoch(model, optimizer, loader)
+            known = weakref.ref(loader)
+            if not keeps_model:
+                del model, optimizer
+            del loader
+            gone.append(known() is None)
+        finally:
+            gc.enable()
+    return gone[0], gone[1]
 
 
 def numbers_of_resumed_passes(rank: int) -> list[int]:

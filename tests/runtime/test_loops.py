@@ -41,6 +41,7 @@ CASES = {
     "wrapped, statistics": partial(cases.running_means, attached=False),
     "resumed schedule of steps": partial(cases.resumed_schedules, unit="step"),
     "resumed schedule of passes": partial(cases.resumed_schedules, unit="epoch"),
+    "dropped loader": cases.dropped_loader,
     "resumed passes": cases.numbers_of_resumed_passes,
 }
 
@@ -232,6 +233,10 @@ def test_batch_norms_statistics_are_the_weighted_mean_over_ranks_whoever_wraps_t
     (one,), (other,) = values(told, f"{model}, statistics")
     assert one == other
     assert one == pytest.approx(0.25, abs=0.02), "with rank 0's broadcast at every forward it would be 0.125"
+
+
+def test_a_loader_that_is_dropped_goes_at_once(told):
+    assert values(told, "dropped loader") == [(True, True)] * 2
 
 
 def test_resumed_passes_keep_their_numbers(told):

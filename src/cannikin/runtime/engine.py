@@ -9,6 +9,7 @@ import math
 import os
 import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
@@ -107,7 +108,8 @@ class Engine:
         self.lr_rule = " and ".join(rule_name(rule) for rule in rules)
         self.has_batch_norm = has_batch_norm(net)
         self._module = module
-        self._source: BatchSource | None = None  # the loader
+        # The loader, which has this engine: in a cycle torch would wait 5 s for each of its workers when both go.
+        self._source: weakref.ref[BatchSource] | None = None
         self._restored: dict[str, Any] | None = None  # a state loaded before there was a planner to take it
         self._ranks: list[RankInfo] = []  # who they are, once a loader is bound
         self._profiles: list[Profile | None] | None = None  # stored ones of their devices
@@ -210,7 +212,7 @@ class Engine:
             self._update.restore(self._update.progress.times(batch_ratio(state, job)))
         coordinator = Coordinator(self._exchange, self.device, job, planner, prefetch_depth=source.prefetch_depth)
         coordinator.agree()
-        self._source = source
+        self._source = weakref.ref(source)
         self.loop.begin(coordinator, source.item_count)
         if self.world_size == 1 and job.largest_total > job.batch_size:
             self._reducer.compare_with_previous()
@@ -236,7 +238,11 @@ class Engine:
             )
         optimizers = [rates.optimizer for rates in self._update.rates]
         found = {"model": network(self._module), "optimizer": optimizers, "grad_scaler": self._grad_scaler}
-        return {**{k: v for k, v in found.items() if v is not None}, "engine": self, "loader": self._source}
+        return {**{k: v for k, v in found.items() if v is not None}, "engine": self, "loader": self._loader}
+
+    @property
+    def _loader(self) -> BatchSource | None:
+        return None if self._source is None else self._source()
 
     # Batches of the user's own.
 
@@ -372,7 +378,7 @@ class Engine:
 
     def epochs(self, num_epochs: float) -> Iterator[int]:
         """See `HeteroDataParallel.epochs`."""
-        job, source = self.job, self._source
+        job, source = self.job, self._loader
         if job is None or source is None or job.pass_steps is None:
             raise InvalidInputError("epochs() needs a HeteroDataLoader of known length: build it first, or use range()")
         goal = num_epochs * job.pass_steps
