@@ -118,6 +118,27 @@ class Net(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+class Telling(Net):
+    """Logs its loss outside of its training step, too."""
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        self.last = super().training_step(batch, index)
+        return self.last
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("before", self.last, on_step=True, sync_dist=True)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+        super().on_train_batch_end(outputs, batch, index)
+        self.log("after", 2 * self.last, on_step=True, on_epoch=True, sync_dist=True)
+        self.told.setdefault("befores", []).append(float(self.trainer.callback_metrics["before"]))
+        self.told.setdefault("afters", []).append(float(self.trainer.callback_metrics["after_step"]))
+
+    def on_train_epoch_end(self) -> None:
+        self.log("mean of ranks", 1.0 + 2 * self.global_rank, sync_dist=True)
+        self.told.setdefault("means", []).append(float(self.trainer.callback_metrics["mean of ranks"]))
+
+
 class Unlike(Net):
     """A net on ranks of speed 1 and 1/4, which logs by the epoch: else the faster one waits in forward."""
 
@@ -194,28 +215,38 @@ ALIKE: dict[str, Callable[..., Found]] = {
     "validated": lambda **how: fit(Net(), **how, val_check_interval=0.5),
     "seldom": lambda **how: fit(Seldom(), **how, strategy=NO_GROWTH, max_epochs=3),
     "seldom_accumulated": lambda **how: fit(Seldom(), **how, strategy=NO_GROWTH, accumulate_grad_batches=2),
+    "telling": lambda **how: fit(Telling(), **how),
     "max_steps": lambda **how: fit(Net(), **how, max_steps=11, max_epochs=-1),
     "limited": lambda **how: fit(Net(), **how, limit_train_batches=5),
     "overfit": lambda **how: fit(Net(), **how, overfit_batches=2),
     "fabric": lambda **how: train_by_fabric(**how),
     "fabric_accumulated": lambda **how: train_by_fabric(**how, accumulate=3),
+    "fabric_several": lambda **how: train_by_fabric(**how, several=True),
 }
 
 
 def train_by_fabric(
-    *, alone: bool = False, accumulate: int = 1, save: Path | None = None, saved: Path | None = None
+    *,
+    alone: bool = False,
+    accumulate: int = 1,
+    several: bool = False,
+    save: Path | None = None,
+    saved: Path | None = None,
 ) -> Found:
     """Train two epochs by a loop of one's own; save after the 11th batch."""
     fabric = L.Fabric(accelerator="cpu", devices=1 if alone else 2, strategy="auto" if alone else "ddp")
     fabric.launch()
     net = network()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9)
+    parts = [net[0], net[1:]] if several else [net]
+    optimizer: Any = [torch.optim.SGD(part.parameters(), lr=0.2, momentum=0.9) for part in parts]
     loader: Any = loader_for(alone=alone)
     if alone:
-        model, optimizer = fabric.setup(net, optimizer)
+        model, *optimizer = fabric.setup(net, *optimizer)
         loader = fabric.setup_dataloaders(loader)
     else:
-        model, optimizer, loader = setup(fabric, net, optimizer, loader, local_batches=PINNED)
+        given = optimizer if several else optimizer[0]
+        model, optimizer, loader = setup(fabric, net, given, loader, local_batches=PINNED)
+    optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
     state = {"model": model, "optimizer": optimizer, "loader": loader, "num_batches": 0}
     if saved is not None:
         fabric.load(saved, state)
@@ -230,8 +261,9 @@ def train_by_fabric(
             with fabric.no_backward_sync(model, enabled=not is_over):
                 fabric.backward(cross_entropy(model(features), labels) / accumulate)
             if is_over:
-                optimizer.step()
-                optimizer.zero_grad()
+                for each in optimizers:
+                    each.step()
+                    each.zero_grad()
             if save is not None and state["num_batches"] == 11:
                 fabric.save(save, state)
     return {"weights": weights(net), "sizes": sizes}
@@ -425,6 +457,22 @@ class Manual(Net):
         self.automatic_optimization = False
 
 
+class SecondOrder(Net):
+    """Has an optimizer that runs the training step several times per batch."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+def set_up_before() -> Found:
+    fabric = L.Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric.launch()
+    net = network()
+    loader = fabric.setup_dataloaders(loader_for(alone=False))
+    setup(fabric, net, torch.optim.SGD(net.parameters(), lr=0.2), loader)
+    return {}
+
+
 class ByLength(BatchSampler):
     """Cuts batches its own way."""
 
@@ -454,6 +502,8 @@ def changed() -> Found:
 
 REFUSED: dict[str, Callable[[], Any]] = {
     "manual": lambda: fit(Manual()),
+    "second_order": lambda: fit(SecondOrder()),
+    "set_up_before": set_up_before,
     "reloaded": lambda: fit(Net(), reload_dataloaders_every_n_epochs=1),
     "several": lambda: fit(Net(), [loader_for(alone=False), loader_for(alone=False)]),
     "changed": changed,

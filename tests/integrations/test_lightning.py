@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import subprocess
 import sys
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,14 @@ if importlib.util.find_spec("lightning") is None:
 import torch
 from lightning_cases import NUM_BATCHES
 
+from cannikin.integrations.lightning import CannikinStrategy
+from cannikin.runtime.options import DrawOptions, Options
+
 pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.timeout(240)]  # the first test waits for the launch
 
 HERE = Path(__file__).parent
 ALIKE = ("pinned", "adaptive", "accumulated", "clipped", "scheduled", "validated", "max_steps", "limited", "overfit",
-         "seldom", "seldom_accumulated")  # fmt: skip
+         "seldom", "seldom_accumulated", "telling")  # fmt: skip
 SAVED = ("saved", "saved_scheduled", "saved_ahead", "saved_by_fabric")
 
 
@@ -104,12 +109,30 @@ def test_means_over_ranks_in_each_step_are_warned_of_where_the_split_is_to_adapt
     assert values(told, "pinned")[0]["warnings"] == values(told, "learned")[0]["warnings"] == []
 
 
+@pytest.mark.parametrize("name", ["befores", "afters"])
+def test_what_is_logged_between_a_step_and_the_end_of_its_batch_is_the_mean_over_samples(told, alone, name):
+    assert gap(alone["telling"], values(told, "telling")[0], name) < 1e-6
+
+
+def test_what_is_logged_at_the_end_of_an_epoch_is_the_mean_over_ranks(told):
+    assert values(told, "telling")[0]["means"] == [2.0] * 2
+
+
+def test_the_strategys_own_settings_have_names_and_types_as_command_lines_need_them():
+    own = inspect.signature(CannikinStrategy).parameters
+    assert {"local_batches", "local_bounds", "max_batch_size", "run_dir", "weighting"} < own.keys()
+    hints = typing.get_type_hints(CannikinStrategy.__init__)
+    assert all(hints[name] is not Any for name in own if name != "options")
+    passed_on = {*DrawOptions.__annotations__, *Options.__annotations__} - {"follows", "loader", "grad_scaler"}
+    assert passed_on < own.keys()
+
+
 def test_mixed_precision_is_as_near_as_its_rounding_lets_it_be(told, alone):
     assert gap(alone["bf16"], values(told, "bf16")[0]) < 1e-3
     assert gap(alone["bf16"], alone["pinned"]) > 1e-2  # which has another rate: the weights do move
 
 
-@pytest.mark.parametrize("name", ["fabric", "fabric_accumulated"])
+@pytest.mark.parametrize("name", ["fabric", "fabric_accumulated", "fabric_several"])
 def test_a_loop_of_ones_own_under_fabric_does_so_too(told, alone, name):
     first, second = values(told, name)
     assert gap(alone[name], first) < 1e-6
@@ -223,6 +246,8 @@ def test_a_batch_size_that_is_ignored_is_warned_of(told):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
+        ("second_order", "LBFGS, which runs training_step several times per batch"),
+        ("set_up_before", "as it was before fabric.setup_dataloaders"),
         ("manual", "use automatic optimization, or Fabric"),
         ("reloaded", "leave it at 0"),
         ("several", "put the datasets into one"),

@@ -21,8 +21,9 @@ import inspect
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -36,10 +37,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from cannikin.core.cutting import num_steps
+from cannikin.core.cutting import Bounds, num_steps
+from cannikin.core.lr import LrRule
+from cannikin.core.planner import Planner
 from cannikin.core.values import Plan
 from cannikin.errors import InvalidInputError
 from cannikin.integrations.pinned import pinned_total
+from cannikin.runlog import Observer
 from cannikin.runtime.engine import Engine
 from cannikin.runtime.loader import HeteroDataLoader
 from cannikin.runtime.options import DrawOptions, Options, check_names
@@ -50,6 +54,8 @@ from cannikin.trackers import ScalarObserver
 _KEY, _PLACE_KEY = "cannikin", "cannikin_loader"  # of a checkpoint; the first is the strategy's name, too
 _OF_LOADERS = (*DrawOptions.__annotations__, "seed", "item_count", "sharded")
 _OF_ENGINES = tuple(name for name in Options.__annotations__ if name not in ("follows", "loader", "grad_scaler"))
+_OWN = (*_OF_LOADERS, *_OF_ENGINES)
+_OF_DDP_STRATEGY = inspect.signature(DDPStrategy).parameters
 _COMM_HOOK = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
 
 
@@ -60,6 +66,7 @@ class CannikinStrategy(DDPStrategy):
 
     `batch_size` of the training DataLoader is a rank's on average, as under DDP: the total batch is that times the
     number of ranks, or the sum of `local_batches`. Loaders for validation, test and prediction are left to Lightning.
+    A keyword that is None is as one that is left out.
 
     Args:
         max_batch_size, local_batches, local_bounds, seed, item_count, sharded: as of `HeteroDataLoader`.
@@ -67,17 +74,36 @@ class CannikinStrategy(DDPStrategy):
         **options: all other keywords are DDPStrategy's, such as `find_unused_parameters` and `process_group_backend`.
     """
 
-    def __init__(self, **options: Any) -> None:
-        own, lightnings = (*_OF_LOADERS, *_OF_ENGINES), inspect.signature(DDPStrategy).parameters
-        check_names("CannikinStrategy", (*own, *lightnings), DistributedDataParallel, options)
+    def __init__(
+        self,
+        *,
+        max_batch_size: int | None = None,
+        local_batches: Sequence[int] | None = None,
+        local_bounds: Bounds | None = None,
+        seed: int | None = None,
+        item_count: Callable[[Any], float] | None = None,
+        sharded: bool | None = None,
+        policy: str | Planner | None = None,
+        weighting: str | None = None,
+        lr_rule: str | LrRule | Sequence[str | LrRule] | None = None,
+        warmup_steps: float | None = None,
+        comm_wrapper: Callable[..., Any] | None = None,
+        observers: Sequence[Observer] | None = None,
+        run_dir: str | Path | None = None,
+        profiles: str | Path | None = None,
+        batch_dim: int | None = None,
+        **options: Any,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name in _OWN and value is not None}
+        check_names("CannikinStrategy", (*_OWN, *_OF_DDP_STRATEGY), DistributedDataParallel, options)
         for name in _COMM_HOOK:
             if options.get(name) is not None:
                 raise InvalidInputError(
                     f"{name}=: DDP has one communication hook, which weights gradients here; to compress them pass "
                     "comm_wrapper=fp16_compress_wrapper or bf16_compress_wrapper"
                 )
-        super().__init__(**{name: value for name, value in options.items() if name not in own})
-        self._loader_options, self._engine_options = _parted(options)
+        super().__init__(**options)
+        self._loader_options, self._engine_options = _parted(given)
         self._saved: dict[str, Any] | None = None  # a checkpoint's state, until there is an engine to take it
         self._saved_place: dict[str, Any] | None = None  # and its loader's
         self._begun: tuple[dict[str, Any], dict[str, Any]] | None = None  # states of engine and loader before any step
@@ -100,6 +126,11 @@ class CannikinStrategy(DDPStrategy):
         observers = [*self._engine_options.get("observers", ()), ScalarObserver(_Loggers(trainer), with_step=False)]
         options = {**self._engine_options, "observers": observers}
         assert isinstance(self.model, DistributedDataParallel)
+        if isinstance(self.optimizers[0], torch.optim.LBFGS):
+            raise InvalidInputError(
+                "configure_optimizers() returns LBFGS, which runs training_step several times per batch, and each run "
+                "would take a batch of the plan's: choose an optimizer that runs it once, or train by strategy='ddp'"
+            )
         self.engine = attach(self.model, self.optimizers[0], grad_scaler=scaler, **options)
         saved, self._saved = self._saved, None
         if saved is not None:
@@ -151,7 +182,8 @@ class CannikinStrategy(DDPStrategy):
         if not self.lightning_module.automatic_optimization:
             raise InvalidInputError(
                 "automatic_optimization=False: Lightning then runs backward inside of DDP's forward, where gradients "
-                "cannot be weighted; use automatic optimization, or Fabric with cannikin.integrations.lightning.setup"
+                "cannot be weighted; use automatic optimization, or Fabric with cannikin.integrations.lightning.setup, "
+                "which takes several optimizers, too"
             )
         if getattr(trainer, "reload_dataloaders_every_n_epochs", 0):  # set, but not declared
             raise InvalidInputError(
@@ -198,7 +230,7 @@ class CannikinStrategy(DDPStrategy):
             self._in_step = False
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over ranks; in a training step its mean is weighted by local batches.
+        """Reduce a tensor over ranks; from a training step to the end of its batch means are weighted by local batches.
 
         So `self.log(..., sync_dist=True)` logs what one process with the whole batch would. At the end of an epoch
         Lightning divides sums by counts of samples, whose mean must not be rounded down to an integer.
@@ -206,10 +238,19 @@ class CannikinStrategy(DDPStrategy):
         averages = isinstance(tensor, torch.Tensor) and str(reduce_op).lower() in ("mean", "avg")
         if averages and not tensor.is_floating_point():
             tensor = tensor.double()
-        if averages and self._in_step and group is None and self.engine is not None:
-            self._warn_of_waiting()
+        if averages and self._is_in_batch and group is None and self.engine is not None:
+            if self._in_step:
+                self._warn_of_waiting()
             return self.engine.weighted_mean(tensor)
         return super().reduce(tensor, group, reduce_op)
+
+    @property
+    def _is_in_batch(self) -> bool:
+        """Whether a training batch is underway, from its step to the end of `on_train_batch_end`."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+        return self._in_step or (trainer.training and bool(progress.started > progress.completed))
 
     def _warn_of_waiting(self) -> None:
         """Say once that ranks wait for each other in forward, where the wait counts as the faster one's computing."""
@@ -438,7 +479,11 @@ class FabricLoader:
 
 
 def setup(
-    fabric: Fabric, module: torch.nn.Module, optimizer: torch.optim.Optimizer, loader: Any, **options: Any
+    fabric: Fabric,
+    module: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    loader: Any,
+    **options: Any,
 ) -> tuple[Any, Any, FabricLoader]:
     """Set a model, its optimizer and its training loader up, in place of `fabric.setup` and `fabric.setup_dataloaders`.
 
@@ -449,12 +494,18 @@ def setup(
     Args:
         fabric: with `strategy="ddp"`, launched.
         module: the network.
-        optimizer: of its parameters.
+        optimizer: of its parameters; or several that step together, of which a list comes back.
         loader: the training DataLoader as it is for one process; its batch_size is a rank's on average.
         **options: as of `CannikinStrategy`, without those of DDP.
     """
-    check_names("setup", (*_OF_LOADERS, *_OF_ENGINES), None, options)
-    model, optimizer = fabric.setup(module, optimizer)
+    check_names("setup", _OWN, None, options)
+    if not isinstance(loader, DataLoader):
+        raise InvalidInputError(
+            f"setup() got a {type(loader).__name__} to train on: give it the torch DataLoader as it was before "
+            "fabric.setup_dataloaders, which deals equal batches out; loaders for evaluation go through that one"
+        )
+    given = [*optimizer] if isinstance(optimizer, Sequence) else [optimizer]
+    model, *optimizers = fabric.setup(module, *given)
     ddp = next((part for part in model.modules() if isinstance(part, DistributedDataParallel)), None)
     if ddp is None:
         raise InvalidInputError(
@@ -462,7 +513,8 @@ def setup(
         )
     of_loader, of_engine = _parted(options)
     scaler = getattr(fabric.strategy.precision, "scaler", None)
-    engine = attach(ddp, getattr(optimizer, "optimizer", optimizer), grad_scaler=scaler, **of_engine)
+    engine = attach(ddp, optimizers, grad_scaler=scaler, **of_engine)
     ours = _like(loader, engine.world_size, engine.rank, of_loader)
     ours.bind(engine)
-    return model, optimizer, FabricLoader(fabric, ours, engine)
+    returned = optimizers if isinstance(optimizer, Sequence) else optimizers[0]
+    return model, returned, FabricLoader(fabric, ours, engine)
