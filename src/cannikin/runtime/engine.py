@@ -344,8 +344,8 @@ class Engine:
             self._restore_planner(coordinator.planner, state)
             progress = progress.times(batch_ratio(state, coordinator.schedule.job))
             coordinator.begin_again()
-            if self._source is not None:
-                self._source.settle_place()
+            if self._loader is not None:
+                self._loader.settle_place()
         # Nothing has been changed before: a state that is refused leaves all as it was.
         self._update.restore(progress)
         self._recorder.resume(saved.num_steps - self.loop.queue.num_taken)
