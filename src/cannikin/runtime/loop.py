@@ -12,39 +12,37 @@ Hooks around forward, gradients and optimizer write all of it into the step in p
 from __future__ import annotations
 
 import itertools
-import math
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from cannikin.core.cutting import EpochState, least_local
 from cannikin.core.lr import Worth
-from cannikin.core.values import NO_MAX, Plan
-from cannikin.errors import BatchMatchError, DisagreementError, InvalidInputError
-from cannikin.runtime.compiling import not_compiled, not_compiled_itself
+from cannikin.core.values import Plan
+from cannikin.errors import BatchMatchError, InvalidInputError
+from cannikin.runtime.compiling import not_compiled
 from cannikin.runtime.coordinator import Coordinator, Happened, Unplanned
 from cannikin.runtime.device import Device
-from cannikin.runtime.entry import BatchEntry, PendingSum, added_up, different_streams
+from cannikin.runtime.entry import BatchEntry, added_up, different_streams
 from cannikin.runtime.exchange import Exchange
 from cannikin.runtime.hook import Reducer
 from cannikin.runtime.memory import MemoryGauge
 from cannikin.runtime.mistakes import Mistakes
 from cannikin.runtime.notice import Notices
-from cannikin.runtime.parts import PartedForward, can_cut, watch_forward
+from cannikin.runtime.parts import PartedForward, can_cut
 from cannikin.runtime.passage import at_end_of_backward
 from cannikin.runtime.profile_store import ProfileStore
 from cannikin.runtime.recorder import Recorder
 from cannikin.runtime.slicing import Slicer, tensors_of
 from cannikin.runtime.step import Part, StepInProgress
 from cannikin.runtime.update import Pile, Rates, Update
-from cannikin.runtime.waiting import BatchQueue, check_size
+from cannikin.runtime.waiting import BatchQueue, ToldTotals, check_size
 from cannikin.runtime.weighting import (
     ParameterGradients,
     RunningStatistics,
@@ -62,9 +60,7 @@ from cannikin.runtime.weighting import (
 )
 
 _NO_BACKWARD = -1  # what torch says where none is under way
-_CUT = 30  # after this many steps in parts, measure such steps too: plans have not lowered this rank's batch
 _KNOWN = 4  # tensors of a batch by which its forward may be known
-_COMPARED = 30  # first steps without a loader in which ranks compare the numbers of use_batch()
 
 
 class StepWatcher(Protocol):
@@ -107,10 +103,8 @@ class Loop:
         self.store: ProfileStore | None = None  # of what is learned about devices, on rank 0
         self.queue = BatchQueue()
         self.memory = memory
-        self._parted = PartedForward(memory, device.torch_device)
+        self._parted = PartedForward(memory, device.torch_device, exchange.rank)
         self._can_cut = False  # whether a forward that runs out of memory can be run in parts
-        self._num_cut = 0  # steps that ran in parts
-        self._told_max_batch = NO_MAX  # the bound that was last warned of
         self.goal: float | None = None  # passes of progress that the loop has asked for (`epochs`)
         self._device, self._exchange, self._reducer, self._update = device, exchange, reducer, update
         self._statistics, self._recorder = statistics, recorder
@@ -127,8 +121,7 @@ class Loop:
         self._sizes: set[int] = set()  # local batches with which a step has been finished
         self._pile = Pile(update, out_of_sight=reducer.keeps_piles)
         self._num_taken = 0
-        self._told: tuple[PendingSum, BatchEntry] | None = None  # numbers of use_batch() that ranks compare
-        self._num_compared = 0
+        self._told = ToldTotals(exchange)
         self._mistakes = Mistakes(exchange.rank, exchange.world_size)
         self._pass: dict[str, int] | None = None  # where a pass begins, until the ranks have agreed on it
         self._pass_over = False
@@ -320,6 +313,19 @@ class Loop:
         The batch in hand is not used up before the last part is. Where left out, `num_parts` is what memory asks for.
         """
         self._skip_to(tensors_of(batch))
+        cuts = self._cuts(batch, num_parts)
+        synced = self._reducer.syncs(module)  # False in an outer no_sync
+        try:
+            for number, (start, end, share) in enumerate(cuts, start=1):
+                part = self._slicer.cut(batch, start, end)
+                self._begin_part(part, share, synced=synced)
+                with nullcontext() if number == len(cuts) else self.without_sync(module):
+                    yield part
+        finally:
+            self._part = None
+
+    def _cuts(self, batch: Any, num_parts: int | None) -> list[tuple[int, int, float]]:
+        """Return where each part of a batch begins and ends, and its share of the samples."""
         entry = self.in_hand
         if entry is None:
             size = self._slicer.num_samples(batch)
@@ -333,15 +339,7 @@ class Loop:
         if self._reducer.runs_together:  # all take as many parts as the one with most, some perhaps of weight 0
             num_parts = max(self._exchange.gather_count(len(cuts)))
             cuts = [(0, min(2, size), 0.0)] * (num_parts - len(cuts)) + cuts  # BatchNorm cannot normalise one sample
-        synced = self._reducer.syncs(module)  # False in an outer no_sync
-        try:
-            for start, end, share in cuts:
-                part = self._slicer.cut(batch, start, end)
-                self._begin_part(part, share, synced=synced)
-                with nullcontext() if end == size and share else self.without_sync(module):
-                    yield part
-        finally:
-            self._part = None
+        return cuts
 
     @contextmanager
     def without_sync(self, module: Any) -> Iterator[None]:
@@ -383,7 +381,7 @@ class Loop:
         if self._part is None:
             check_size(step.entry, self.queue, args, kwargs, self._batch_dim)
             if self._can_cut and step.entry.samples is None and self.memory.is_new(step.entry.size):
-                watch_forward(module, partial(self._run, module, step))
+                self._parted.watch(module, step)
         if step.forward_start is None:
             step.forward_start = self._device.mark()
         if step.passage is not None:
@@ -438,31 +436,6 @@ class Loop:
         progress = self._update.progress
         progress.forgone += self.coordinator.worth(progress, steps).batches
 
-    @not_compiled_itself
-    def _run(self, ddp: Any, step: StepInProgress, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a forward of a batch larger than any before, in parts where memory asks for it."""
-        size, all_used = step.entry.local_batch, not ddp.find_unused_parameters
-        output, parts = self._parted.run(ddp.module, run, args, kwargs, size, all_used=all_used)
-        if parts:
-            self._note_parts(step, parts)
-        return output
-
-    @not_compiled
-    def _note_parts(self, step: StepInProgress, parts: list[int]) -> None:
-        """Take note of a batch that ran in parts of these sizes, and say so where it was found to be too large."""
-        step.part_size = max(parts)
-        self._num_cut += 1
-        step.valid = step.valid and self._num_cut > _CUT
-        if self.memory.max_batch < self._told_max_batch:
-            self._told_max_batch = self.memory.max_batch
-            warnings.warn(
-                f"rank {self._exchange.rank} has not enough memory for a local batch of {step.entry.local_batch}: it "
-                f"trained on it in {len(parts)} parts, and is given at most {self.memory.max_batch} samples as soon as "
-                "plans allow",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-
     def current_or_next(self) -> StepInProgress:
         """Return the step that a training forward now belongs to."""
         step = self.step
@@ -510,21 +483,8 @@ class Loop:
     def _meet(self, entry: BatchEntry, previous: StepInProgress | None) -> None:
         """Do what ranks do together at fixed steps, between the end of one step and the next."""
         if self._pass is not None:
-            if entry.sums is not None:
-                added_up(entry, entry.sums)  # before waiting for ranks that may have found out that there is no step
-            batches = self.plan_at(entry.step).local_batches
-            factor = self.coordinator.lr_factor(self._update, entry.step)
-            place = {
-                **self._pass,
-                "progress": self._update.progress.batches,
-                "local_batches": batches,
-                "lr_factor": factor,
-            }
-            self._pass = None
-            advice = "load the same saved state on every rank, and begin passes together"
-            if self._num_taken:
-                advice = f"call optimizer.step() after the same batches on every rank, and none left out; or {advice}"
-            self._exchange.check_agreement(place, advice)
+            begun, self._pass = self._pass, None
+            self._agree(entry, begun)
         if previous is not None:
             self.coordinator.add(previous)
         if self._pass_over and not self.queue:  # looked ahead: nobody will come to finish what starts now
@@ -532,8 +492,22 @@ class Loop:
             return
         if not self._cuts_batches:
             self.coordinator.max_batch = self.memory.max_batch
-        happened = self.coordinator.tick(entry.step)
-        self._record(happened)
+        self._record(self.coordinator.tick(entry.step))
+
+    def _agree(self, entry: BatchEntry, begun: dict[str, int]) -> None:
+        """Refuse, on every rank, a pass that begins at another place or with other progress on some of them."""
+        if entry.sums is not None:
+            added_up(entry, entry.sums)  # before waiting for ranks that may have found out that there is no step
+        place = {
+            **begun,
+            "progress": self._update.progress.batches,
+            "local_batches": self.plan_at(entry.step).local_batches,
+            "lr_factor": self.coordinator.lr_factor(self._update, entry.step),
+        }
+        advice = "load the same saved state on every rank, and begin passes together"
+        if self._num_taken:
+            advice = f"call optimizer.step() after the same batches on every rank, and none left out; or {advice}"
+        self._exchange.check_agreement(place, advice)
 
     def _record(self, happened: Happened) -> None:
         """Tell the observers of a decision, on rank 0."""
@@ -558,23 +532,10 @@ class Loop:
             self.step.ahead = self._device.mark(), work
 
     def _compare_told(self, previous: StepInProgress) -> None:
-        """Refuse totals that the local batches do not make, where no loader's plan is there to compare them with."""
-        if self._told is not None:
-            (sums, entry), self._told = self._told, None
-            (totals, batches, squares), num_ranks = sums.values(), self._exchange.world_size
-            is_alike = math.isclose(totals**2, num_ranks * squares, rel_tol=1e-9)  # the mean's square, and the squares'
-            if totals != num_ranks * batches or not is_alike:
-                raise DisagreementError(
-                    f"use_batch({entry.local_batch}, {entry.total_batch}) for step {entry.step}: the ranks' local "
-                    f"batches make {batches:.0f}, which is not the total that every rank was told, so that gradients "
-                    "were weighted wrongly: pass the samples of all ranks together as total"
-                )
-        counts = self._weighting != "none" and not self.coordinator.is_bound
-        if previous.synced and counts and self._num_compared < _COMPARED:
-            self._num_compared += 1
-            entry = previous.entry
-            total = float(entry.total_batch)
-            self._told = self._exchange.start_sum(total, entry.local_batch, total**2), entry
+        """Let ranks compare what their scripts said of the step before, where no loader has a plan to compare with."""
+        self._told.check()
+        if previous.synced and self._weighting != "none" and not self.coordinator.is_bound:
+            self._told.compare(previous.entry)
 
     def _loss_scale(self) -> torch.Tensor | None:
         """Return what a GradScaler multiplies the next loss by, as it is now."""
@@ -587,7 +548,7 @@ class Loop:
         return kept
 
     def _after_forward(self, module: Any, args: Any, output: Any) -> Any:
-        step, part = self.step, self._part
+        step = self.step
         if step is None or not trains(module) or self._recomputes():
             return output
         if step.passage is not None:
@@ -598,22 +559,10 @@ class Loop:
             self._average_statistics()
         weigh(step, self._weighting, self._exchange.world_size, accumulating=self._accumulates(module))
         scale, has_marked_inputs = self._output_scale(module, step), self._has_marked_inputs
+        is_part = self._part is not None
 
         def begin(*_: Any) -> None:
-            step.task = torch._C._current_graph_task_id()
-            if not self._gradients.come():  # but those of inputs, by torch.autograd.grad: the batch is not used up
-                return
-            self._notices.begin_backward()
-            if self.step is not step:
-                self._join_later(step)
-                return
-            self._add_to_pile(step)
-            # Of a batch in parts, all but the last one's backward counts as what comes before.
-            if step.backward_start is None or (part is not None and not step.synced):
-                step.backward_start = self._device.mark()
-                if step.passage is not None:
-                    step.passage.begin_backward()
-                    at_end_of_backward(step.passage.end_backward)
+            self._begin_backward(step, is_part=is_part)
 
         def begin_and_scale() -> float:
             begin()
@@ -632,6 +581,25 @@ class Loop:
         if num_marked == 0 and (self._num_taken == 1 or (scale is not None and not has_tensors(output))):
             _explain_unmarked(output, needed=scale is not None)
         return output
+
+    # Backward.
+
+    def _begin_backward(self, step: StepInProgress, *, is_part: bool) -> None:
+        """Take note that backward has come to the outputs of this step's forward, or of a part of its batch."""
+        step.task = torch._C._current_graph_task_id()
+        if not self._gradients.come():  # but those of inputs, by torch.autograd.grad: the batch is not used up
+            return
+        self._notices.begin_backward()
+        if self.step is not step:
+            self._join_later(step)
+            return
+        self._add_to_pile(step)
+        # Of a batch in parts, all but the last one's backward counts as what comes before.
+        if step.backward_start is None or (is_part and not step.synced):
+            step.backward_start = self._device.mark()
+            if step.passage is not None:
+                step.passage.begin_backward()
+                at_end_of_backward(step.passage.end_backward)
 
     def _join_later(self, step: StepInProgress) -> None:
         """Count a batch whose gradients come together with those of a later one; refuse what cannot be weighted.
@@ -690,19 +658,7 @@ class Loop:
         self._statistics.finish_average()
         step = self.step
         self._mistakes.note_update()
-        if self._reducer.unmatched and (self.coordinator.is_bound or self.queue):
-            self._reducer.unmatched = False
-            raise BatchMatchError(
-                "optimizer.step() with gradients of a forward in eval mode, or of a method other than forward, which "
-                "cannot be matched to a batch and are not weighted: train with model.train() and by calling the model; "
-                "to freeze layers call eval() on those alone"
-            )
-        if step is None and self.queue and self._exchange.world_size > 1 and self._update.has_gradients(self._own):
-            raise BatchMatchError(
-                f"optimizer.step() with gradients, and {len(self.queue)} batches of the loader that no training "
-                "forward of the wrapped model has taken: gradients are not averaged over ranks; call the model that "
-                "HeteroDataParallel or DistributedDataParallel made, model(x), not the network in it"
-            )
+        self._refuse_unmatched()
         if step is not None and step.backward_began:
             self._add_to_pile(step)
         if step is not None and step.synced and step.optimizer_start is None:  # of several the first
@@ -710,6 +666,23 @@ class Loop:
         if self._pile.steps:
             self._update.num_batches = self._worth().num_batches
         rates.scale(self.coordinator.lr_factor(self._update, self.current_step, rates))
+
+    def _refuse_unmatched(self) -> None:
+        """Refuse a step of the optimizer whose gradients no batch of ours has brought, so that they have no weight."""
+        if self._reducer.unmatched and (self.coordinator.is_bound or self.queue):
+            self._reducer.unmatched = False
+            raise BatchMatchError(
+                "optimizer.step() with gradients of a forward in eval mode, or of a method other than forward, which "
+                "cannot be matched to a batch and are not weighted: train with model.train() and by calling the model; "
+                "to freeze layers call eval() on those alone"
+            )
+        is_alone = self._exchange.world_size == 1
+        if self.step is None and self.queue and not is_alone and self._update.has_gradients(self._own):
+            raise BatchMatchError(
+                f"optimizer.step() with gradients, and {len(self.queue)} batches of the loader that no training "
+                "forward of the wrapped model has taken: gradients are not averaged over ranks; call the model that "
+                "HeteroDataParallel or DistributedDataParallel made, model(x), not the network in it"
+            )
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         step = self.step

@@ -12,6 +12,7 @@ runs out in the user's loss, in an ordinary backward or in the optimizer cannot 
 from __future__ import annotations
 
 import traceback
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,10 +20,14 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
+from cannikin.core.values import NO_MAX
 from cannikin.runtime.compiling import not_compiled, not_compiled_itself
 from cannikin.runtime.memory import MemoryGauge, is_out_of_memory, missing_gradients, state_bytes
 from cannikin.runtime.parted_batch import LEAST_PART, PartedBatch, UncutError, bytes_for_loss, cut_sizes
+from cannikin.runtime.step import StepInProgress
+from cannikin.runtime.weighting import mixes_ranks
 
+_CUT = 30  # after this many steps in parts, measure such steps too: plans have not lowered this rank's batch
 _RUN = "_run_ddp_forward"  # DDP's method that calls the module, the only thing in DDP that runs it
 
 
@@ -33,35 +38,55 @@ def can_cut(ddp: torch.nn.Module) -> bool:
     """
     if not isinstance(ddp, DistributedDataParallel) or ddp.static_graph or ddp.mixed_precision is not None:
         return False
-    mixes_ranks = any(isinstance(layer, torch.nn.SyncBatchNorm) for layer in ddp.module.modules())
-    return hasattr(ddp, _RUN) and not mixes_ranks
-
-
-def watch_forward(ddp: Any, run_watched: Callable[..., Any]) -> None:
-    """Have DDP's next forward run the module by `run_watched(run, args, kwargs)`, and later ones as ever.
-
-    DDP prepares its reducer before and after the module runs; between the two nothing is shared with other ranks.
-    """
-    vars(ddp).pop(_RUN, None)  # still there where the last forward failed before it got so far
-    run = getattr(ddp, _RUN)
-
-    @not_compiled_itself
-    def once(*args: Any, **kwargs: Any) -> Any:
-        vars(ddp).pop(_RUN, None)
-        return run_watched(run, args, kwargs)
-
-    vars(ddp)[_RUN] = once
+    return hasattr(ddp, _RUN) and not mixes_ranks(ddp.module)
 
 
 class PartedForward:
     """Runs forwards that may be too large for a rank's memory, whole where it allows, else in parts.
 
-    `gauge` learns what is too large and which part went through.
+    `gauge` learns what is too large and which part went through; warnings name the rank.
     """
 
-    def __init__(self, gauge: MemoryGauge, device: torch.device) -> None:
-        self._gauge, self._device = gauge, device
+    def __init__(self, gauge: MemoryGauge, device: torch.device, rank: int = 0) -> None:
+        self._gauge, self._device, self._rank = gauge, device, rank
         self._differentiable: list[bool] = []  # which outputs have a gradient
+        self._num_cut = 0  # steps that ran in parts
+        self._told_max_batch = NO_MAX  # the bound that was last warned of
+
+    def watch(self, ddp: Any, step: StepInProgress) -> None:
+        """Have DDP's next forward, which is this step's, run its module by `run`, and later ones as ever.
+
+        DDP prepares its reducer before and after the module runs; between the two nothing is shared with other ranks.
+        """
+        vars(ddp).pop(_RUN, None)  # still there where the last forward failed before it got so far
+        run = getattr(ddp, _RUN)
+
+        @not_compiled_itself
+        def once(*args: Any, **kwargs: Any) -> Any:
+            vars(ddp).pop(_RUN, None)
+            size, all_used = step.entry.local_batch, not ddp.find_unused_parameters
+            output, parts = self.run(ddp.module, run, args, kwargs, size, all_used=all_used)
+            if parts:
+                self._note(step, parts)
+            return output
+
+        vars(ddp)[_RUN] = once
+
+    @not_compiled
+    def _note(self, step: StepInProgress, parts: list[int]) -> None:
+        """Take note of a batch that ran in parts of these sizes, and say so where it was found to be too large."""
+        step.part_size = max(parts)
+        self._num_cut += 1
+        step.valid = step.valid and self._num_cut > _CUT
+        if self._gauge.max_batch < self._told_max_batch:
+            self._told_max_batch = self._gauge.max_batch
+            warnings.warn(
+                f"rank {self._rank} has not enough memory for a local batch of {step.entry.local_batch}: it trained on "
+                f"it in {len(parts)} parts, and is given at most {self._gauge.max_batch} samples as soon as plans "
+                "allow",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     @not_compiled_itself
     def run(

@@ -1,11 +1,13 @@
 """The batches that were handed out and wait for their forward, oldest first.
 
 The first training forward after the backward of the batch before takes the next one, so a loop that looks one batch
-ahead stays right. A script may say what the batch in hand holds, leave it out, or train on it once more.
+ahead stays right. A script may say what the batch in hand holds, leave it out, or train on it once more. What it says
+without a loader, ranks compare.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import deque
 from collections.abc import Iterable
@@ -15,9 +17,12 @@ from typing import Any
 import torch
 
 from cannikin.core.cutting import EpochState
-from cannikin.errors import BatchMatchError
-from cannikin.runtime.entry import BatchEntry
+from cannikin.errors import BatchMatchError, DisagreementError
+from cannikin.runtime.entry import BatchEntry, PendingSum
+from cannikin.runtime.exchange import Exchange
 from cannikin.runtime.step import StepInProgress
+
+_COMPARED = 30  # first steps without a loader in which ranks compare the numbers of use_batch()
 
 
 class BatchQueue:
@@ -201,6 +206,39 @@ class BatchQueue:
         self._num_ahead = len(self._entries)
         self._is_trained_on = self._is_trained_on or entry.step >= self._first_step
         return entry
+
+
+class ToldTotals:
+    """Refuses totals that the ranks' local batches do not make, where no loader's plan is there to compare them with.
+
+    In the first steps ranks add up what their scripts said (`use_batch`), and look at the sums one step later.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._num_compared = 0
+        self._underway: tuple[PendingSum, BatchEntry] | None = None
+
+    def compare(self, entry: BatchEntry) -> None:
+        """Begin to compare the numbers of a step whose gradients were weighted by them."""
+        if self._num_compared < _COMPARED:
+            self._num_compared += 1
+            total = float(entry.total_batch)
+            self._underway = self._exchange.start_sum(total, entry.local_batch, total**2), entry
+
+    def check(self) -> None:
+        """Raise an error on every rank where the numbers of the step before did not fit."""
+        if self._underway is None:
+            return
+        (sums, entry), self._underway = self._underway, None
+        (totals, batches, squares), num_ranks = sums.values(), self._exchange.world_size
+        is_alike = math.isclose(totals**2, num_ranks * squares, rel_tol=1e-9)  # the mean's square, and the squares'
+        if totals != num_ranks * batches or not is_alike:
+            raise DisagreementError(
+                f"use_batch({entry.local_batch}, {entry.total_batch}) for step {entry.step}: the ranks' local "
+                f"batches make {batches:.0f}, which is not the total that every rank was told, so that gradients "
+                "were weighted wrongly: pass the samples of all ranks together as total"
+            )
 
 
 def _is_same(kept: torch.Tensor | None, tensor: torch.Tensor) -> bool:
