@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from cannikin.runtime.loader import HeteroDataLoader as HeteroDataLoader
     from cannikin.runtime.parallel import HeteroDataParallel as HeteroDataParallel
     from cannikin.runtime.parallel import attach as attach
+    from cannikin.runtime.schedulers import by_progress as by_progress
     from cannikin.runtime.snapshot import Snapshot as Snapshot
-    from cannikin.runtime.update import by_progress as by_progress
     from cannikin.trackers import PrometheusObserver as PrometheusObserver
     from cannikin.trackers import ScalarObserver as ScalarObserver
     from cannikin.trackers import TensorBoardObserver as TensorBoardObserver
@@ -42,7 +42,7 @@ _HOMES = {
     "cannikin.runtime.loader": ["HeteroDataLoader"],
     "cannikin.runtime.parallel": ["HeteroDataParallel", "attach"],
     "cannikin.runtime.snapshot": ["Snapshot"],
-    "cannikin.runtime.update": ["by_progress"],
+    "cannikin.runtime.schedulers": ["by_progress"],
     "cannikin.trackers": ["PrometheusObserver", "ScalarObserver", "TensorBoardObserver"],
 }
 __all__ = sorted(["__version__", *(name for names in _HOMES.values() for name in names)])

@@ -18,7 +18,7 @@ from training_cases import Numbered, ScriptedPlanner, TinyNet, digits, digits_ne
 from cannikin.core.planner import Noise
 from cannikin.runtime.loader import HeteroDataLoader
 from cannikin.runtime.parallel import HeteroDataParallel
-from cannikin.runtime.update import by_progress
+from cannikin.runtime.schedulers import by_progress
 
 
 @dataclass(frozen=True, kw_only=True)

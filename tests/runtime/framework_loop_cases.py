@@ -19,7 +19,7 @@ from training_cases import Numbered, TinyNet, make_model, take_step
 from cannikin.runtime.batch_sampler import HeteroBatchSampler
 from cannikin.runtime.loader import HeteroDataLoader
 from cannikin.runtime.parallel import HeteroDataParallel, attach
-from cannikin.runtime.update import by_progress
+from cannikin.runtime.schedulers import by_progress
 
 PINNED = [4, 2]
 

@@ -26,7 +26,7 @@ from cannikin.runtime.batch_sampler import HeteroBatchSampler
 from cannikin.runtime.device import Cpu
 from cannikin.runtime.loader import HeteroDataLoader
 from cannikin.runtime.parallel import HeteroDataParallel, attach
-from cannikin.runtime.update import by_progress
+from cannikin.runtime.schedulers import by_progress
 
 PINNED = [4, 2]
 

@@ -39,9 +39,9 @@ from cannikin.core.values import Job
 from cannikin.errors import InvalidInputError, StateError
 from cannikin.runtime.batch_sampler import HeteroBatchSampler
 from cannikin.runtime.entry import BatchEntry
+from cannikin.runtime.fingerprints import list_fingerprint
 from cannikin.runtime.loader import HeteroDataLoader
 from cannikin.runtime.passes import epoch_order
-from cannikin.runtime.streams import list_fingerprint
 
 FEEDS: weakref.WeakKeyDictionary[HeteroDataLoader, ScriptedFeed] = weakref.WeakKeyDictionary()
 

@@ -13,7 +13,8 @@ from ranks import run_ranks
 from stream_cases import CASES, LENGTH, run_streams
 from told import Raised, values
 
-from cannikin.runtime.streams import SharedRandomness, fingerprint
+from cannikin.runtime.fingerprints import fingerprint
+from cannikin.runtime.streams import SharedRandomness
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

@@ -31,7 +31,7 @@ from cannikin.runtime.engine import Engine
 from cannikin.runtime.loader import HeteroDataLoader
 from cannikin.runtime.options import DrawOptions, Options, check_names
 from cannikin.runtime.parallel import attach
-from cannikin.runtime.update import ProgressScheduler
+from cannikin.runtime.schedulers import ProgressScheduler
 
 _OF_LOADERS = (*DrawOptions.__annotations__, "item_count", "seed")
 _OF_ENGINES = tuple(name for name in Options.__annotations__ if name not in ("follows", "loader"))

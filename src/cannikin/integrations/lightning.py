@@ -48,7 +48,7 @@ from cannikin.runtime.engine import Engine
 from cannikin.runtime.loader import HeteroDataLoader
 from cannikin.runtime.options import DrawOptions, Options, check_names
 from cannikin.runtime.parallel import attach
-from cannikin.runtime.update import ProgressScheduler
+from cannikin.runtime.schedulers import ProgressScheduler
 from cannikin.trackers import ScalarObserver
 
 _KEY, _PLACE_KEY = "cannikin", "cannikin_loader"  # of a checkpoint; the first is the strategy's name, too
