@@ -269,9 +269,10 @@ class Passes:
         if self._steps_from(place.position, plan):
             return
         self.bookmark.leave_rest()
-        if self._engine.rank == 0:
+        num_left = self._num_samples - place.position
+        if num_left and self._engine.rank == 0:
             warnings.warn(
-                f"of epoch {place.epoch}, {self._num_samples - place.position} samples are left, fewer than the total "
+                f"of epoch {place.epoch}, {num_left} samples are left, fewer than the total "
                 f"batch of {plan.total_batch}, and drop_last=True leaves them out: training goes on with epoch "
                 f"{place.epoch + 1}. A scheduler that steps once per epoch has not taken that epoch's step",
                 RuntimeWarning,
