@@ -18,7 +18,7 @@ from cannikin.core.policies.cannikin import Controller
 from cannikin.core.saved import number, table, whole
 from cannikin.core.values import Job
 from cannikin.errors import StateError
-from cannikin.runtime.binding import read_engine_state
+from cannikin.runtime.engine_state import read_engine_state
 
 TRIO = Cluster(  # of ranks 1, 2 and 4 times as slow
     forward=Curve(fixed_s=np.full(3, 2e-3), per_sample_s=np.array([1e-4, 2e-4, 4e-4])),
@@ -105,11 +105,11 @@ def test_no_mutated_state_ends_badly(state: dict[str, Any]) -> None:
 )
 def test_an_engines_state_with_numbers_that_cannot_be_is_refused(damage: dict[str, Any]) -> None:
     counts = {"progress": 9.0, "optimizer_steps": 9.0, "forgone": 0.0, "num_steps": 9, "batch_size": 4}
-    good = {"version": 1, **counts, "pass_steps": None, "saved_s": 0.0, "planner": {}}
+    good = {"version": 1, **counts, "pass_steps": None, "saved_s": 0.0, "policy": "cannikin", "planner": {}}
     assert read_engine_state(good).progress.batches == 9.0
     with pytest.raises(StateError):
         read_engine_state({**good, **damage})
-    for name in (*counts, "pass_steps", "saved_s", "planner"):
+    for name in (*counts, "pass_steps", "saved_s", "policy", "planner"):
         with pytest.raises(StateError, match=name):
             read_engine_state({key: value for key, value in good.items() if key != name})
 

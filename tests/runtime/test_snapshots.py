@@ -30,7 +30,7 @@ from snapshot_cases import (
 from cannikin.core.policies import make_planner
 from cannikin.core.values import Job
 from cannikin.runlog import read_runlog
-from cannikin.runtime.binding import begin_afresh, why_afresh
+from cannikin.runtime.engine_state import begin_afresh, why_afresh
 from cannikin.runtime.snapshot import _restarts_fail
 
 pytestmark = pytest.mark.xdist_group("ranks")

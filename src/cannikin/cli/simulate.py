@@ -6,6 +6,7 @@ With `--from-run` the cluster is fitted from a real run's log, and its splits ar
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from itertools import groupby, product
 from pathlib import Path
@@ -108,30 +109,17 @@ def command(
     workload = find_workload(workload_name, target)
     machine = find_machine(cluster, workload_name)
     job = job_for(machine, workload, batch_size=batch_size, max_batch_size=max_batch_size)
-    policies = policies or ("cannikin",)
-    runs: dict[str, dict[int, RunResult]] = {policy: {} for policy in policies}
-    infeasible: dict[str, str] = {}  # policies without a split of the initial total, and why
-    with _bar(quiet=as_json) as bar:
-        task = bar.add_task("", total=len(policies) * len(seeds))
-        for number, (policy, seed) in enumerate(product(policies, seeds)):
 
-            def show(share: float, num_done: int = number) -> None:
-                bar.update(task, completed=num_done + share)
+    def run(policy: str, seed: int, on_progress: Callable[[float], None]) -> RunResult:
+        with ExitStack() as stack:
+            folder = None if run_dir is None else run_dir / f"{policy.replace('@', '-')}-seed{seed}"
+            observers = () if folder is None else (stack.enter_context(RunLogWriter(folder / RUNLOG_NAME)),)
+            return simulate(
+                machine, workload, policy, job=job, seed=seed, max_epochs=max_epochs, observers=observers,
+                tags={"cluster": cluster}, on_progress=on_progress,
+            )  # fmt: skip
 
-            bar.update(task, completed=number, description=f"{policy}, seed {seed}")
-            with ExitStack() as stack:
-                folder = None if run_dir is None else run_dir / f"{policy.replace('@', '-')}-seed{seed}"
-                observers = () if folder is None else (stack.enter_context(RunLogWriter(folder / RUNLOG_NAME)),)
-                try:
-                    runs[policy][seed] = simulate(
-                        machine, workload, policy, job=job, seed=seed, max_epochs=max_epochs, observers=observers,
-                        tags={"cluster": cluster}, on_progress=show,
-                    )  # fmt: skip
-                except InfeasibleError as error:  # the others may have a split
-                    infeasible[policy] = str(error)
-    if infeasible.keys() == runs.keys():
-        raise InvalidInputError("; ".join(f"{policy}: {why}" for policy, why in infeasible.items()))
-    runs = {policy: by_seed for policy, by_seed in runs.items() if by_seed}
+    runs, infeasible = _run_all(run, policies or ("cannikin",), seeds, quiet=as_json)
     if as_json:
         found = _as_json(cluster, workload, job, machine, runs)
         click.echo(json.dumps({**found, "infeasible": infeasible}, allow_nan=False))
@@ -139,6 +127,37 @@ def command(
         _print_runs(f"{workload.spec.title} on {Path(cluster).name}", workload, machine, job, runs)
         for policy, why in infeasible.items():
             click.echo(f" {policy}: infeasible: {why}")
+
+
+def _run_all(
+    run: Callable[[str, int, Callable[[float], None]], RunResult],
+    policies: Sequence[str],
+    seeds: Sequence[int],
+    *,
+    quiet: bool,
+) -> tuple[dict[str, dict[int, RunResult]], dict[str, str]]:
+    """Return the runs of each policy by seed, and the policies without a split of the initial total, with the reason.
+
+    Raises:
+        InvalidInputError: no policy has one.
+    """
+    runs: dict[str, dict[int, RunResult]] = {policy: {} for policy in policies}
+    infeasible: dict[str, str] = {}
+    with _bar(quiet=quiet) as bar:
+        task = bar.add_task("", total=len(policies) * len(seeds))
+        for number, (policy, seed) in enumerate(product(policies, seeds)):
+
+            def show(share: float, num_done: int = number) -> None:
+                bar.update(task, completed=num_done + share)
+
+            bar.update(task, completed=number, description=f"{policy}, seed {seed}")
+            try:
+                runs[policy][seed] = run(policy, seed, show)
+            except InfeasibleError as error:  # the others may have a split
+                infeasible[policy] = str(error)
+    if infeasible.keys() == runs.keys():
+        raise InvalidInputError("; ".join(f"{policy}: {why}" for policy, why in infeasible.items()))
+    return {policy: by_seed for policy, by_seed in runs.items() if by_seed}, infeasible
 
 
 def _bar(*, quiet: bool) -> Progress:

@@ -10,7 +10,7 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Unpack
@@ -31,25 +31,27 @@ from cannikin.errors import BatchMatchError, InvalidInputError, StateError
 from cannikin.runlog import RankInfo
 from cannikin.runtime.across import Together, gather_rows, mean_over_ranks
 from cannikin.runtime.binding import (
-    batch_ratio,
-    begin_afresh,
     check_agreement,
     check_owner,
     data_sheets,
-    departed_devices,
-    device_id,
     give_loader,
     make_planner,
     policy_name,
-    read_engine_state,
     refuse_groups_beside,
-    restore_planner,
-    saved_policy,
-    why_afresh,
 )
 from cannikin.runtime.coordinator import Coordinator, Unplanned
 from cannikin.runtime.device import Device, find_device
 from cannikin.runtime.drawing import Draws
+from cannikin.runtime.engine_state import (
+    batch_ratio,
+    begin_afresh,
+    departed_devices,
+    device_id,
+    read_engine_state,
+    restore_planner,
+    saved_policy,
+    why_afresh,
+)
 from cannikin.runtime.entry import BatchEntry, BatchSource
 from cannikin.runtime.exchange import Exchange, pause_at_exit, when_gone
 from cannikin.runtime.follow import Follower, leader_of
@@ -123,17 +125,28 @@ class Engine:
         self._store = ProfileStore(profiles, self._profile_key) if profiles is not None and self.rank == 0 else None
         self._grad_scaler = scaler
         self._follows = leader is not None
-        make_loop = Loop if leader is None else partial(Follower, leader)
-        self.loop: Loop = make_loop(
+        self.loop = self._make_loop(leader)
+        self.loop.register(module)
+        self._look_out()
+        when_gone(self, end_run, self._recorder, self.loop.queue, self.loop.memory, self.rank)
+        pause_at_exit()
+        if options.get("loader") is not None:
+            give_loader(options["loader"], self)
+
+    def _make_loop(self, leader: Loop | None) -> Loop:
+        """Return the loop of this model's steps, which are on another loop's batches where it follows that one."""
+        net = network(self._module)
+        make: Callable[..., Loop] = Loop if leader is None else partial(Follower, leader)
+        return make(
             device=self.device,
             memory=MemoryGauge(self.device.memory, later_bytes=later_bytes(net)),
             exchange=self._exchange,
             reducer=self._reducer,
             update=self._update,
-            statistics=RunningStatistics(module, self._reducer.group, self._reducer.sum_weighted),
+            statistics=RunningStatistics(self._module, self._reducer.group, self._reducer.sum_weighted),
             recorder=self._recorder,
             weighting=self.weighting,
-            grad_scaler=scaler,
+            grad_scaler=self._grad_scaler,
             notices=Notices(
                 net,
                 self.rank,
@@ -143,12 +156,6 @@ class Engine:
             ),
             batch_dim=self.batch_dim,
         )
-        self.loop.register(module)
-        self._look_out()
-        when_gone(self, end_run, self._recorder, self.loop.queue, self.loop.memory, self.rank)
-        pause_at_exit()
-        if options.get("loader") is not None:
-            give_loader(options["loader"], self)
 
     def _look_out(self) -> None:
         """Look out for missing ranks, and give threads and sockets back once nothing trains any more."""

@@ -183,15 +183,7 @@ class DdpReducer:
                 self.name_missing(error)
                 raise
             if reads_sum and take_norms:
-                with self._aside():
-                    if variance is not None:
-                        self._hold(variance.of_elements)
-                    # A place for each bucket, no running sum: gloo ends two all-reduces at once, on two threads.
-                    step.noted["global_sqnorm", index] = dot(result, result, variance)
-                    if self._previous is not None:
-                        product = compare(self._previous, index, result, variance)
-                        if product is not None:
-                            step.noted["previous_dot", index] = product
+                self._note_sum(step, index, result, variance)
             elif reads_sum and is_last and step.loss_scale is None:  # a GradScaler notices what is not finite
                 with self._aside():
                     step.sample = sample_of(result)
@@ -199,6 +191,18 @@ class DdpReducer:
 
         result: Future = work.get_future().then(finish)
         return result
+
+    def _note_sum(self, step: StepInProgress, index: int, result: torch.Tensor, variance: Variance | None) -> None:
+        """Note the squared norm of a bucket's sum, beside the training."""
+        with self._aside():
+            if variance is not None:
+                self._hold(variance.of_elements)
+            # A place for each bucket, no running sum: gloo ends two all-reduces at once, on two threads.
+            step.noted["global_sqnorm", index] = dot(result, result, variance)
+            if self._previous is not None:
+                product = compare(self._previous, index, result, variance)
+                if product is not None:
+                    step.noted["previous_dot", index] = product
 
     def sum_weighted(self, buffer: torch.Tensor, weight: float) -> dist.Work:
         """Begin to sum a buffer times this rank's weight: `dist.all_reduce` without what Python does around it.

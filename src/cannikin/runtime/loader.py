@@ -26,10 +26,11 @@ from cannikin.errors import InvalidInputError
 from cannikin.runtime.ending import PatientWorker
 from cannikin.runtime.engine import Engine
 from cannikin.runtime.entry import BatchEntry
+from cannikin.runtime.fingerprints import list_fingerprint
 from cannikin.runtime.loop import Loop
 from cannikin.runtime.options import DataLoaderOptions, LoaderOptions, check_names, engine_of
 from cannikin.runtime.passes import NO_LENGTH, CutStep, IndexSource, OverPasses, Passes, Source, job_of, refusing
-from cannikin.runtime.streams import CommonStream, OwnStream, list_fingerprint, restore_sampler, sampler_state
+from cannikin.runtime.streams import CommonStream, OwnStream, restore_sampler, sampler_state
 from cannikin.runtime.taken_apart import keywords_of
 
 ADVICE = {
@@ -316,32 +317,16 @@ class HeteroDataLoader(OverPasses):
         if self._told is not None and self._told.epoch != self._told_epoch:
             self._told_epoch = self._told.epoch
             self.set_epoch(self._told_epoch)
-        feed, notes = self._bound(), self._cuts.start()
+        feed = self._bound()
+        self._cuts.start()
         this_pass = self._this_pass = object()
         self._bookmark.turn()
         feed.begin_epoch(self._bookmark.next.epoch, self._bookmark.next.position)
         try:
             start_s, batches = time.perf_counter(), iter(self._loader)
             start_s += feed.between_steps(is_over=False)
-            while True:
-                try:
-                    batch, load_s = next(batches), time.perf_counter() - start_s
-                    step = notes.popleft()
-                    entry = self._weighed(step.entry, batch)
-                except StopIteration:
-                    if self._source.tagged:
-                        feed.end_stream()
-                    break
-                except Exception:
-                    if self._source.tagged or self.sharded or self.item_count is not None:  # others wait for a sum
-                        feed.give_up()
-                    raise
-                entry = replace(
-                    entry,
-                    place=self._bookmark.place,
-                    load_s=load_s,
-                    loaded_alone=not self.prefetch_depth,
-                )
+            while (read := self._next_batch(batches, start_s)) is not None:
+                step, entry, batch = read
                 if not feed.hand_out(entry, batch):
                     break
                 self.is_padding, self.is_last = step.entry.is_padding, self._passes.is_last(step)
@@ -357,6 +342,24 @@ class HeteroDataLoader(OverPasses):
         finally:
             if self._this_pass is this_pass:
                 self._end_pass(is_complete=False)
+
+    def _next_batch(self, batches: Iterator[Any], start_s: float) -> tuple[CutStep, BatchEntry, Any] | None:
+        """Return the next step, as it was cut and as it is handed out, and its batch; None where the pass is over."""
+        feed = self._bound()
+        try:
+            batch, load_s = next(batches), time.perf_counter() - start_s
+            step = self._cuts.notes.popleft()
+            entry = self._weighed(step.entry, batch)
+        except StopIteration:
+            if self._source.tagged:
+                feed.end_stream()
+            return None
+        except Exception:
+            if self._source.tagged or self.sharded or self.item_count is not None:  # others wait for a sum
+                feed.give_up()
+            raise
+        place, loaded_alone = self._bookmark.place, not self.prefetch_depth
+        return step, replace(entry, place=place, load_s=load_s, loaded_alone=loaded_alone), batch
 
     def _weighed(self, entry: BatchEntry, batch: Any) -> BatchEntry:
         if self.item_count is None:
@@ -408,16 +411,15 @@ class _NotedSampler(Sampler[list[Any]]):
 
     def __init__(self, passes: Passes) -> None:
         self._passes = passes
-        self._notes: deque[CutStep] = deque()
+        self.notes: deque[CutStep] = deque()
 
-    def start(self) -> deque[CutStep]:
-        """Notes of a new pass."""
-        self._notes = deque()
-        return self._notes
+    def start(self) -> None:
+        """Begin the notes of a new pass."""
+        self.notes = deque()
 
     def __iter__(self) -> Iterator[list[Any]]:
         for step, batch in self._passes.steps():
-            self._notes.append(step)
+            self.notes.append(step)
             yield batch
 
     def __len__(self) -> int:
