@@ -65,11 +65,7 @@ def launch(
         undo.callback(outputs.close)
         for rank, settings in enumerate(layout.ranks):
             (folder / f"rank{rank}.settings").write_bytes(msgspec.json.encode(settings))
-            for name, stream in (("out", out), ("err", err)):
-                path = folder / f"rank{rank}.{name}"
-                os.mkfifo(path)
-                # Open for writing here too, so that the pipe has no end before we close it.
-                outputs.add(os.open(path, os.O_RDWR | os.O_NONBLOCK), f"[rank {rank}] ", stream)
+            _open_pipes(folder, rank, outputs, out, err)
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         everyone = {**os.environ, **threads, **(environment or {}), FOLDER: str(folder)}
         running: list[subprocess.Popen[bytes]] = []
@@ -81,20 +77,11 @@ def launch(
         finally:
             _kill(running, folder)
             statuses = [process.wait() for process in running]
-        noted = exits(folder)
+        failure = first_failure(exits(folder))
     if signals:
         _say(err, "interrupted")
         return 128 + signals[0]
-    if not any(statuses):
-        return 0
-    failure = first_failure(noted)
-    if failure is None:
-        status = next(status for status in statuses if status)
-        _say(err, f"torchrun failed with exit status {status}")
-        return status if status > 0 else 128 - status
-    rank, status = failure
-    _say(err, f"rank {rank} failed first, with exit status {status}")
-    return status
+    return _exit_status(statuses, failure, err)
 
 
 def _check_script(script: Sequence[str]) -> None:
@@ -116,6 +103,28 @@ def _heading(mechanism: Mechanism, reason: str, cluster: LabCluster) -> str:
 def _say(err: IO[bytes], text: str) -> None:
     err.write(f"cannikin lab: {text}\n".encode())
     err.flush()
+
+
+def _open_pipes(folder: Path, rank: int, outputs: Outputs, out: IO[bytes], err: IO[bytes]) -> None:
+    """Make the pipes that a rank's two streams come through."""
+    for name, stream in (("out", out), ("err", err)):
+        path = folder / f"rank{rank}.{name}"
+        os.mkfifo(path)
+        # Open for writing here too, so that the pipe has no end before we close it.
+        outputs.add(os.open(path, os.O_RDWR | os.O_NONBLOCK), f"[rank {rank}] ", stream)
+
+
+def _exit_status(statuses: Sequence[int], failure: tuple[int, int] | None, err: IO[bytes]) -> int:
+    """Return the exit status of agents that ended so, and say which rank failed first, where one did."""
+    if not any(statuses):
+        return 0
+    if failure is None:
+        status = next(status for status in statuses if status)
+        _say(err, f"torchrun failed with exit status {status}")
+        return status if status > 0 else 128 - status
+    rank, status = failure
+    _say(err, f"rank {rank} failed first, with exit status {status}")
+    return status
 
 
 # Processes.

@@ -2,13 +2,13 @@
 
 Two vectors, both with named columns: measurements to rank 0 and a decision from it. Columns are those of a numpy record
 type, 8 bytes each, so that a vector is one tensor and nothing is pickled. A new statistic of a step is a name in
-`_STEP`, a value in `encode_steps` and a field of `StepWindow`.
+`_STEP`, a value in `_single_numbers` and a field of `StepWindow`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain, compress
@@ -139,19 +139,8 @@ def encode_steps(
     table = np.full(len(steps), math.nan, dtype=_step_type(num_buckets, most_segments))
     is_whole = [_is_whole(record, num_buckets, most_segments) for record in records]
     norms = [_read_norms(step, values) for step in steps]
-    columns: dict[str, list[Any]] = {
-        "valid": [record.valid and whole for record, whole in zip(records, is_whole, strict=True)],
-        "local_batch": [step.entry.local_batch for step in steps],
-        "size": [step.entry.size for step in steps],
-        # Totals are compared between ranks, below 0 where the script has told them; 0 is not ours to check.
-        "total_batch": [_checked_total(step.entry) for step in steps],
-        "accumulated": [max(1, step.accumulated) for step in steps],
-        "before_s": [record.before_s + usual for record in records],
-        "load_s": [record.load_s for record in records],
-        "other_s": [max(0.0, record.other_s - usual) for record in records],
-        "num_segments": [0 if record.segments is None else len(record.segments.compute_s) for record in records],
-        "num_forward": [0 if record.segments is None else record.segments.num_forward for record in records],
-    }
+    columns = _single_numbers(steps, records, usual)
+    columns["valid"] = [record.valid and whole for record, whole in zip(records, is_whole, strict=True)]
     for name in sorted({name for noted in norms for name in noted}):
         columns[name] = [noted.get(name, math.nan) for noted in norms]
     for name, column in columns.items():
@@ -165,6 +154,24 @@ def encode_steps(
             row["compute_s"][0] += usual
     head = np.array([num_ahead, max_batch, most_segments, blocks], dtype=np.float64)
     return torch.from_numpy(np.concatenate([head, table.view(np.float64)]))
+
+
+def _single_numbers(
+    steps: Sequence[StepInProgress], records: Sequence[StepRecord], usual_s: float
+) -> dict[str, list[Any]]:
+    """Return what each step has one number of, by column; `usual_s` of what lies between steps is part of `before`."""
+    return {
+        "local_batch": [step.entry.local_batch for step in steps],
+        "size": [step.entry.size for step in steps],
+        # Totals are compared between ranks, below 0 where the script has told them; 0 is not ours to check.
+        "total_batch": [_checked_total(step.entry) for step in steps],
+        "accumulated": [max(1, step.accumulated) for step in steps],
+        "before_s": [record.before_s + usual_s for record in records],
+        "load_s": [record.load_s for record in records],
+        "other_s": [max(0.0, record.other_s - usual_s) for record in records],
+        "num_segments": [0 if record.segments is None else len(record.segments.compute_s) for record in records],
+        "num_forward": [0 if record.segments is None else record.segments.num_forward for record in records],
+    }
 
 
 def _is_whole(record: StepRecord, num_buckets: int, most_segments: int) -> bool:
