@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from cannikin.core.perf import Cluster, Curve
+from cannikin.core.perf import Cluster, Curve, step_time
+from cannikin.core.split import optimal_split
 from cannikin.core.values import NO_MAX
 
 KINDS = ("two-point", "bounds", "floors", "buckets", "large fixed costs", "ties", "flats", "loading")
@@ -96,6 +97,11 @@ def finish_table(cluster: Cluster, top: int) -> np.ndarray:
     table = np.max([load, *(forward + share * backward + tail for share, tail in buckets)], axis=0)
     table[(batches < cluster.min_batch) | (batches > cluster.max_batch)] = np.inf
     return table.T
+
+
+def excess(cluster: Cluster, local_batches: tuple[int, ...]) -> float:
+    """How much slower than the best split of the same total this one is, by the truth."""
+    return step_time(cluster, local_batches) / optimal_split(cluster, sum(local_batches)).step_s - 1
 
 
 # On a grid of quarters many finish times coincide; the floats come close to each other without coinciding.

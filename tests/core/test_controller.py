@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from clusters import excess
 
 from benchmarks.synthetic import Training, measure, random_cluster, slowed
 from cannikin.core.perf import Cluster, Curve, even_speed, step_time
@@ -48,11 +49,6 @@ def train_by_gradients(training: Training, cluster: Cluster, phi: float, num_ste
         means = (gradients * batches[..., None]).sum(axis=1) / batches.sum(axis=1, keepdims=True)
         norms = {"local_sqnorm": (gradients**2).sum(axis=-1), "global_sqnorm": (means**2).sum(axis=-1)}
         training.show(replace(window, **norms))
-
-
-def excess(cluster: Cluster, local_batches: tuple[int, ...]) -> float:
-    """How much slower than OptPerf a split is, by the truth."""
-    return step_time(cluster, local_batches) / optimal_split(cluster, sum(local_batches)).step_s - 1
 
 
 @pytest.mark.parametrize("delay", [0, DESIGN_DELAY])

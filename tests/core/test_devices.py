@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from clusters import excess
 
 from benchmarks.synthetic import Training, measure, random_cluster
 from cannikin.core.devices import DeviceId, Origin, find_departed, find_origins, match_devices
-from cannikin.core.perf import Cluster, Curve, step_time
+from cannikin.core.perf import Cluster, Curve
 from cannikin.core.policies import make_planner
 from cannikin.core.policies.cannikin import Controller
 from cannikin.core.prior import DataSheet
-from cannikin.core.split import optimal_split
 from cannikin.core.values import NO_MAX, Job
 from cannikin.errors import StateError
 
@@ -44,11 +44,6 @@ def learned(speeds: tuple[float, ...] = SPEEDS, *, num_steps: int = 60, **job: A
 
 def first_plan(planner: Controller) -> tuple[int, ...]:
     return planner.decide(None, Job(num_ranks=1, batch_size=1), 0).plan.local_batches
-
-
-def excess(cluster: Cluster, local_batches: tuple[int, ...]) -> float:
-    """How much slower than OptPerf a split is, by the truth."""
-    return step_time(cluster, local_batches) / optimal_split(cluster, sum(local_batches)).step_s - 1
 
 
 @pytest.mark.parametrize("origins", [[0, 1], [2, 0], [1], [2, 0, 1], [0, 1, 2, 1], [2, 2, 2], [0, 0, 1, 1, 2, 2]])

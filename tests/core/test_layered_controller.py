@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from clusters import excess
 from test_layers import equal_compute, of_layers, unlike_kinds
 
 from benchmarks.layered import fsdp_layers, random_layered
@@ -20,11 +21,6 @@ from cannikin.core.values import Job
 def started(cluster: Cluster, total_batch: int, seed: int, **job: int) -> Training:
     job_ = Job(num_ranks=cluster.num_ranks, batch_size=total_batch, **job)
     return Training(Controller(job_), job_, np.random.default_rng(seed), delay=4)
-
-
-def excess(cluster: Cluster, local_batches: tuple[int, ...]) -> float:
-    """How much slower than the best split this one is, by the truth."""
-    return step_time(cluster, local_batches) / optimal_split(cluster, sum(local_batches)).step_s - 1
 
 
 def test_thirty_noisy_steps_bring_a_sharded_module_near_its_best_split() -> None:

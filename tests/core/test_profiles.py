@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from clusters import excess
 
 from benchmarks.synthetic import Training, random_cluster, slowed
-from cannikin.core.perf import Cluster, Curve, step_time
+from cannikin.core.perf import Cluster, Curve
 from cannikin.core.planner import DevicePlanner
 from cannikin.core.policies.cannikin import Controller
 from cannikin.core.split import optimal_split
@@ -48,11 +49,6 @@ def started(cluster: Cluster, total_batch: int, profiles: Profiles, rng: np.rand
     controller = Controller(job)
     controller.start_from(json.loads(json.dumps(profiles)))
     return Training(controller, job, np.random.default_rng(rng))
-
-
-def excess(cluster: Cluster, local_batches: tuple[int, ...]) -> float:
-    """How much slower than OptPerf a split is, by the truth."""
-    return step_time(cluster, local_batches) / optimal_split(cluster, sum(local_batches)).step_s - 1
 
 
 def cluster_of(speeds: list[float]) -> Cluster:
