@@ -676,8 +676,8 @@ class Loop:
                 "cannot be matched to a batch and are not weighted: train with model.train() and by calling the model; "
                 "to freeze layers call eval() on those alone"
             )
-        is_alone = self._exchange.world_size == 1
-        if self.step is None and self.queue and not is_alone and self._update.has_gradients(self._own):
+        step = self.step
+        if step is None and self.queue and self._exchange.world_size > 1 and self._update.has_gradients(self._own):
             raise BatchMatchError(
                 f"optimizer.step() with gradients, and {len(self.queue)} batches of the loader that no training "
                 "forward of the wrapped model has taken: gradients are not averaged over ranks; call the model that "
