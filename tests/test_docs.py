@@ -73,13 +73,11 @@ def run_bash(text: str, folder: Path) -> str:
 # Code
 
 
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("page", **named([page for page in PAGES.values() if page.of("python")]))
 def test_the_python_of_a_page_runs_from_top_to_bottom(page, tmp_path):
     run_ranks(execute, page.num_ranks, page.python(), page.name, str(folder_for(page, tmp_path)), timeout_s=60)
 
 
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("page", **named([page for page in PAGES.values() if page.of("bash", "console")]))
 def test_the_commands_of_a_page_run_and_print_what_is_shown(page, tmp_path):
     folder = folder_for(page, tmp_path)

@@ -152,7 +152,6 @@ sys.exit(3)
 """
 
 
-@pytest.mark.xdist_group("ranks")
 def test_the_lab_says_what_it_makes_and_who_failed_as_its_golden_says(folder, golden):
     Path("fails.py").write_text(TWO_RANKS)
     lines = printed("lab --ranks 1,0.5 --sample-ms 2 -- fails.py 9").splitlines(keepends=True)

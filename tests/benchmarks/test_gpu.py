@@ -110,7 +110,6 @@ def test_the_splits_of_a_record_keep_the_total_and_change_as_they_are_said_to():
     assert [len(set(splits[start : start + 20])) for start in range(80, 160, 20)] == [1, 1, 1, 1]
 
 
-@pytest.mark.xdist_group("ranks")
 def test_a_job_that_fails_costs_no_other_its_result(tmp_path):
     bed = gpu.Bed(mechanism="portable", device="cpu")
 

@@ -91,7 +91,6 @@ def test_bad_input_is_one_line_and_exit_status_2_and_leaves_nothing_behind(argum
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.xdist_group("ranks")
 def test_it_trains_for_real_and_leaves_run_logs_and_a_summary(tmp_path: Path):
     command = [sys.executable, "-m", "cannikin", "demo", "--quick", "--ranks", "1,0.25", "--out", str(tmp_path / "run")]
     command += [word for policy in ("even", "cannikin") for word in ("--policy", policy)]

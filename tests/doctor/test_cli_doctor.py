@@ -38,7 +38,6 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=kept | environment, capture_output=True, text=True, timeout=110)
 
 
-@pytest.mark.xdist_group("ranks")
 def test_the_real_command_says_what_this_machine_is_and_tries_gloo():
     pytest.importorskip("torch")
     mark = uuid4().hex

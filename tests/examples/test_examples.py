@@ -22,9 +22,6 @@ from ranks import run_ranks
 
 import cannikin
 
-# Ranks want the cores: all of them in one process.
-pytestmark = pytest.mark.xdist_group("ranks")
-
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 

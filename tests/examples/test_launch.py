@@ -18,7 +18,6 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 LAUNCH = ROOT / "examples" / "launch"
 LIMIT_S = 100
-pytestmark = pytest.mark.xdist_group("ranks")
 
 # Slurm's commands as far as the script uses them. A step's processes are a session; scancel signals all of them.
 SLURM = {

@@ -15,7 +15,6 @@ from torch import nn
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.xdist_group("ranks"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 

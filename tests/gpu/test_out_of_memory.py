@@ -16,7 +16,6 @@ from cannikin.runtime.passes import epoch_order
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.xdist_group("ranks"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 

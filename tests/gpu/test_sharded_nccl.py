@@ -11,7 +11,6 @@ from ranks import run_ranks
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.xdist_group("ranks"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 

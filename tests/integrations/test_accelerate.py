@@ -18,8 +18,6 @@ from torch.utils.data import DataLoader
 
 from cannikin.integrations.accelerate import prepare
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from lightning_cases import NUM_BATCHES
 from cannikin.integrations.lightning import CannikinStrategy
 from cannikin.runtime.options import DrawOptions, Options
 
-pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.timeout(240)]  # the first test waits for the launch
+pytestmark = pytest.mark.timeout(240)  # the first test waits for the launch
 
 HERE = Path(__file__).parent
 ALIKE = ("pinned", "adaptive", "accumulated", "clipped", "scheduled", "validated", "max_steps", "limited", "overfit",

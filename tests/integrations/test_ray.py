@@ -38,7 +38,7 @@ from cannikin.errors import InvalidInputError
 from cannikin.integrations.ray import prepare
 from cannikin.runtime.loader import HeteroDataLoader
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 FAST, MIDDLE, SLOW = (f"lab device of speed {speed}" for speed in ("1", "0.5", "0.25"))
 

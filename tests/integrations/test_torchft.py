@@ -14,8 +14,6 @@ from torchft_cases import misuse, stop_and_resume, train_apart
 
 from benchmarks.torchft_churn import SAMPLE_MS, churn, count
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 
 @pytest.fixture
 def lighthouse(request: pytest.FixtureRequest) -> Iterator[str]:

@@ -16,8 +16,6 @@ from transformers_cases import NUM_SAMPLES, PARITY, QUICK, Classifier, Points, S
 
 from cannikin.integrations.transformers import HeteroTrainer
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:

@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-# Ranks want the cores: all of them in one process.
-pytestmark = pytest.mark.xdist_group("ranks")
 LIMIT_S = 100
 
 TRAIN = """

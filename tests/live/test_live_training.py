@@ -9,8 +9,6 @@ from live_cases import watched_training
 from live_screen import Screen
 from ranks import run_ranks
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 
 @pytest.mark.timeout(100)
 def test_only_rank_0_shows_the_run_and_it_shows_both_ranks(tmp_path):

@@ -14,7 +14,6 @@ pytest.importorskip("plotly", reason="needs plotly: pip install 'cannikin[report
 CHROMIUM = find_chromium()
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium"),
-    pytest.mark.xdist_group("browser"),
     pytest.mark.timeout(180),
 ]
 

@@ -10,9 +10,6 @@ from accumulation_cases import Growing, Piling
 from ranks import run_ranks
 from told import Raised, run_cases, values
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
-
 LOOPS = {
     "under no_sync": Piling(),
     "each batch reduced": Piling(no_sync=False),

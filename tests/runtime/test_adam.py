@@ -12,8 +12,6 @@ from adam_cases import NormCase
 from ranks import run_ranks
 from told import run_cases, values
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 NORMS = {
     "AdamW": NormCase(),
     "Adam": NormCase(kind=torch.optim.Adam),

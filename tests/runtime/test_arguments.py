@@ -12,7 +12,7 @@ import cannikin
 from cannikin.core.policies.even import EvenPlanner
 from cannikin.errors import InvalidInputError
 
-pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.timeout(60)]
+pytestmark = pytest.mark.timeout(60)
 
 
 def test_the_optimizer_of_another_model_is_refused():

@@ -9,7 +9,7 @@ from ranks import run_ranks
 import cannikin
 from cannikin.errors import InvalidInputError
 
-pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.timeout(60)]
+pytestmark = pytest.mark.timeout(60)
 
 
 def train(rank: int, world_size: int, by_closure: bool) -> tuple[list[float], list[float], bool, float]:

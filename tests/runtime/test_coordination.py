@@ -30,8 +30,6 @@ from cannikin.runtime.wire import (
     start_reading,
 )
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 BOTH, ONE = (0, 1), (1,)
 
 IN_FORCE = {

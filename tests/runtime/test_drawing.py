@@ -9,8 +9,6 @@ import pytest
 from ranks import run_ranks, run_ranks_with_errors
 from told import run_cases, values
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 CASES = {
     "like nanoGPT": cases.like_nanogpt,
     "bounded": cases.bounded,

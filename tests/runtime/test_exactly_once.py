@@ -10,9 +10,6 @@ import pytest
 from ranks import run_ranks, run_ranks_with_errors
 from training_cases import Case, Step, train, train_to_the_end, train_until_killed
 
-# Ranks want the cores: all of them in one process.
-pytestmark = pytest.mark.xdist_group("ranks")
-
 # Totals change as well as splits: 4 plans for each number of ranks.
 SCRIPTS = {
     1: [(6,), (9,), (4,), (11,)],

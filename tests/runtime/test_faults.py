@@ -17,9 +17,6 @@ import training_cases as cases
 from ranks import run_ranks, run_ranks_with_errors
 from training_cases import LoaderOf
 
-# Ranks want the cores: all of them in one process.
-pytestmark = pytest.mark.xdist_group("ranks")
-
 WITHIN_S = 5.0  # of the last rank's arrival; a hang would last as long as the group's timeout, 20 s
 EVERY_RANK = 2
 

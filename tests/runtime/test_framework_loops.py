@@ -9,8 +9,6 @@ import pytest
 from ranks import run_ranks
 from told import Raised, run_cases, values
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 CASES = {
     "no validation": partial(cases.validation, who=None),
     "validation that leaves the wrapper": partial(cases.validation, who="wrapper"),

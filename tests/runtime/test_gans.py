@@ -7,8 +7,6 @@ import pytest
 from ranks import run_ranks
 from told import values
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 
 @pytest.fixture(scope="module")
 def told():

@@ -9,8 +9,6 @@ import pytest
 from ranks import run_ranks
 from told import run_cases, values
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 CASES = {
     "two pairs": partial(cases.alone, of="two pairs"),
     "one pair": partial(cases.alone, of="one pair"),

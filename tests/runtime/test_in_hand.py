@@ -18,8 +18,6 @@ from cannikin.runtime.entry import BatchEntry, PendingSum
 from cannikin.runtime.slicing import Slicer
 from cannikin.runtime.waiting import BatchQueue
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 PARITY = {
     "time first": partial(cases.worst_error, backward=cases.time_first, dim=1),
     "time first, in parts": partial(cases.worst_error, backward=cases.time_first_in_parts, dim=1, batch_dim=1),

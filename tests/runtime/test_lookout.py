@@ -26,7 +26,6 @@ from cannikin.runtime.entry import BatchEntry
 from cannikin.runtime.lookout import Lookout, patience_s
 from cannikin.runtime.step import StepInProgress
 
-ranks = pytest.mark.xdist_group("ranks")
 HERE = Place(31, Phase.BACKWARD, 2)
 BEHIND = Place(30, Phase.AFTER)
 
@@ -201,13 +200,11 @@ def test_a_rank_that_goes_on_before_it_has_read_anything_does_not_miss_who_holds
     lookout.close()
 
 
-@ranks
 def test_models_that_are_gone_leave_no_descriptors_and_no_threads():
     for counts in run_ranks(lookout_cases.descriptors_and_threads, 2, 5):
         assert not lookout_cases.has_grown(counts[1], counts[-1]), f"the first one makes what stays: {counts}"
 
 
-@ranks
 def test_a_loaders_worker_that_collects_a_model_of_its_rank_leaves_the_ranks_group_alone():
     assert run_ranks(lookout_cases.status_of_a_child_that_collects_a_model, 2) == [0, 0]
 
@@ -222,7 +219,6 @@ def survivors(who: int, fault, run=lookout_cases.train, **options) -> list[dict]
     return [told for _, told in others]
 
 
-@ranks
 def test_every_rank_says_who_has_stopped_and_the_error_at_the_limit_names_it():
     who = 0  # which holds the store
     for told in survivors(who, lookout_cases.stop):
@@ -233,7 +229,6 @@ def test_every_rank_says_who_has_stopped_and_the_error_at_the_limit_names_it():
         assert "start again from the last checkpoint" in told["error"]
 
 
-@ranks
 def test_a_rank_that_hangs_where_others_wait_in_a_collective_of_the_scripts_own_is_named_with_its_line():
     for told in survivors(1, lookout_cases.hang_elsewhere):
         (words,) = told["said"]
@@ -243,21 +238,18 @@ def test_a_rank_that_hangs_where_others_wait_in_a_collective_of_the_scripts_own_
         assert re.search(lines, words)
 
 
-@ranks
 def test_the_error_names_a_rank_that_was_killed_well_before_the_limit():
     for told in survivors(1, lookout_cases.die):
         assert "has lost rank 1 " in told["error"]
         assert told["took_s"] < LIMIT_S
 
 
-@ranks
 def test_an_error_out_of_ddps_own_forward_names_the_rank_too():
     for told in survivors(1, lookout_cases.die, after=True):
         assert "has lost rank 1 " in told["error"]
         assert "start again from the last checkpoint" in told["error"]
 
 
-@ranks
 @pytest.mark.parametrize("fault", [lookout_cases.die_before_the_model, lookout_cases.die_in_ddps_constructor])
 def test_a_rank_that_dies_while_all_make_their_model_is_named(fault):
     for told in survivors(1, fault, lookout_cases.make_a_model):
@@ -265,7 +257,6 @@ def test_a_rank_that_dies_while_all_make_their_model_is_named(fault):
         assert "start again from the last checkpoint" in told["error"]
 
 
-@ranks
 @pytest.mark.parametrize("meet", [lookout_cases.of_a_number, lookout_cases.of_a_tensor])
 def test_a_rank_that_does_not_come_to_a_mean_over_ranks_is_named_before_the_limit_and_in_the_error(meet):
     told, _ = run_ranks(lookout_cases.take_means, 2, free_port(), meet, timeout_s=50)
@@ -274,14 +265,12 @@ def test_a_rank_that_does_not_come_to_a_mean_over_ranks_is_named_before_the_limi
     assert re.search(rf"has lost rank 1 \({where}", told["error"])
 
 
-@ranks
 def test_a_rank_that_comes_late_to_its_model_is_named_and_waited_for():
     told = run_ranks(lookout_cases.make_a_model, 2, free_port(), partial(lookout_cases.come_late, 1), timeout_s=50)
     assert [what["error"] for what in told] == [None, None]
     assert re.search(r"rank 0 .* waits for rank 1 \(.*has not come to its model", told[0]["said"][0])
 
 
-@ranks
 def test_a_rank_that_sleeps_in_its_dataset_is_named_with_its_line_and_an_evaluation_by_all_is_not():
     fault = partial(lookout_cases.evaluate_and_sleep_in_data, 1)
     told = run_ranks(lookout_cases.train, 2, free_port(), fault, timeout_s=50)

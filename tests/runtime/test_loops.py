@@ -16,8 +16,6 @@ from cannikin.errors import InvalidInputError
 from cannikin.runtime.device import Cpu
 from cannikin.runtime.update import AdamVariance, Rates, Update, choose_rule
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 CASES = {
     "resumed before the loader": partial(cases.resumed, before_the_loader=True),
     "resumed after the loader": partial(cases.resumed, before_the_loader=False),

@@ -15,8 +15,6 @@ from told import run_cases, values
 
 from cannikin.runlog import EventRecord, Header, PlanRecord, WindowRecord
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 BAD_STEPS = (7, 22)
 TWO_RANKS = {
     "slow data, even": partial(cases.slow_data, sample_s=LOAD_S, policy="even"),

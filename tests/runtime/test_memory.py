@@ -16,8 +16,6 @@ from told import Raised, run_cases, values
 from cannikin.core.values import NO_MAX
 from cannikin.runtime.memory import MemoryGauge, is_out_of_memory, largest_batch
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 
 @dataclass
 class ScriptedMemory:

@@ -23,7 +23,6 @@ from parity_cases import (
 from ranks import RankError, run_ranks
 
 # One launch serves many tests, and ranks want the cores: all in one process.
-pytestmark = pytest.mark.xdist_group("ranks")
 
 LIMITS = {"float32": 1e-5, "float64": 1e-12}
 

@@ -24,8 +24,6 @@ from torch import nn
 from cannikin.runtime.parted_batch import cut_sizes
 from cannikin.runtime.parts import can_cut
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 INPUTS = torch.sin(torch.arange(30 * 3, dtype=torch.float64)).view(30, 3)
 
 

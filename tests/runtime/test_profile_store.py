@@ -17,8 +17,6 @@ from cannikin.errors import InvalidInputError
 from cannikin.runtime.device import Cpu, find_device
 from cannikin.runtime.profile_store import ProfileStore, model_key
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 FAST, SLOW = {"batches": [8.0], "note": "fast"}, {"batches": [4.0], "note": "slow"}
 
 

@@ -23,8 +23,6 @@ from cannikin.core.values import Job, Plan
 from cannikin.runlog import EventRecord, Header, PlanRecord, RankInfo, WindowRecord, read_runlog
 from cannikin.runtime.recorder import LastWords, Recorder
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 COMPARING = ("cannikin", "adaptdl", "paper")
 NOT_COMPARING = ("even", "lb-bsp")
 TWO_RANKS = {

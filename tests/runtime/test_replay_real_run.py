@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 from ranks import run_ranks
 from training_cases import Numbered, make_model, one_epoch
 
 from cannikin.runlog import read_runlog
 from cannikin.runtime.loader import HeteroDataLoader
 from cannikin.sim.replay import compare, machine_from_log
-
-pytestmark = pytest.mark.xdist_group("ranks")
 
 SAMPLE_S = (1e-3, 2e-3, 4e-3)  # of each rank, for a sample, in forward and again in backward
 

@@ -7,8 +7,6 @@ import resuming_cases
 from ranks import run_ranks
 from resuming_cases import TOTAL
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

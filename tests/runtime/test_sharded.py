@@ -10,7 +10,6 @@ from ranks import RankError, run_ranks
 from sharded_cases import ALL_CASES, dtypes_of
 
 # One launch serves many tests, and ranks want the cores: all in one process.
-pytestmark = pytest.mark.xdist_group("ranks")
 
 LIMITS = {"float32": 1e-5, "float64": 1e-12}
 BFLOAT16_LIMIT = 2e-2  # gradients are rounded to 8 bits on each rank before they are summed; unweighted ones: 0.1

@@ -13,8 +13,6 @@ from ranks import run_ranks
 from sharded_measuring_cases import REFUSALS
 from told import Raised, run_cases, values
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 SCRIPTS = {"one split": [(48, 24)], "splits that change": [(48, 24), (16, 56), (36, 36)]}
 NOISE = {
     f"{kind}, {name}, seed {seed}": partial(cases.measure_noise, seed=seed, script=script, kind=kind, num_epochs=20)

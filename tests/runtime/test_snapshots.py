@@ -33,8 +33,6 @@ from cannikin.runlog import read_runlog
 from cannikin.runtime.engine_state import begin_afresh, why_afresh
 from cannikin.runtime.snapshot import _restarts_fail
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 
 def seen_by(results) -> list[tuple[int, int]]:
     return sorted(pair for result in results for pair in result["seen"])

@@ -16,8 +16,6 @@ from told import Raised, values
 from cannikin.runtime.fingerprints import fingerprint
 from cannikin.runtime.streams import SharedRandomness
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 
 @pytest.fixture(scope="module")
 def told():

@@ -8,9 +8,6 @@ import pytest
 from ranks import run_ranks
 from training_cases import Case, NoiseCase, digits_net, measure_noise, train, true_noise
 
-# Ranks want the cores: all of them in one process.
-pytestmark = pytest.mark.xdist_group("ranks")
-
 POLICIES = ("cannikin", "lb-bsp", "adaptdl", "paper", "even")
 SAMPLE_S = (1e-3, 2e-3, 4e-3)  # of each rank, for a sample, in forward and again in backward
 TOTAL = 24
