@@ -117,31 +117,21 @@ class Cluster:
         high = _whole_per_rank("max_batch", [NO_MAX] * n if max_batch is None else max_batch)
         labels = tuple(names) if names is not None else tuple(f"rank{i}" for i in range(n))
         loading = Curve(fixed_s=np.zeros(n), per_sample_s=np.zeros(n)) if load is None else load
-        for name, size in (
-            ("backward", len(backward.fixed_s)),
-            ("min_batch", len(low)),
-            ("max_batch", len(high)),
-            ("names", len(labels)),
-            ("load", len(loading.fixed_s)),
-            ("layers", n if layers is None else len(layers.shares)),
-        ):
-            if size != n:
-                raise InvalidInputError(f"{name} describes {size} ranks, forward describes {n}")
+        _check_ranks(
+            n,
+            backward=len(backward.fixed_s),
+            min_batch=len(low),
+            max_batch=len(high),
+            names=len(labels),
+            load=len(loading.fixed_s),
+            layers=n if layers is None else len(layers.shares),
+        )
         if (low < 1).any() or (high < low).any():
             raise InvalidInputError(
                 f"min_batch={low.tolist()}, max_batch={high.tolist()}: need 1 <= min_batch <= max_batch on every rank"
             )
-        values = (
-            forward,
-            backward,
-            np.broadcast_to(shares, (n, len(tails))),
-            tails,
-            low,
-            high,
-            labels,
-            loading,
-            layers,
-        )
+        gammas = np.broadcast_to(shares, (n, len(tails)))
+        values = (forward, backward, gammas, tails, low, high, labels, loading, layers)
         for name, value in zip(self.__dataclass_fields__, values, strict=True):
             object.__setattr__(self, name, value)
 
@@ -278,6 +268,12 @@ def _whole_per_rank(name: str, values: npt.ArrayLike) -> IntArray:
     if numbers.ndim != 1 or not ((np.abs(numbers) <= NO_MAX) & (numbers == np.floor(numbers))).all():
         raise InvalidInputError(f"{name}={numbers.tolist()}: give one whole number per rank, at most {NO_MAX}")
     return numbers.astype(np.int64)
+
+
+def _check_ranks(num_ranks: int, **sizes: int) -> None:
+    for name, size in sizes.items():
+        if size != num_ranks:
+            raise InvalidInputError(f"{name} describes {size} ranks, forward describes {num_ranks}")
 
 
 def _check_buckets(gammas: FloatArray, tails_s: FloatArray, num_ranks: int) -> None:

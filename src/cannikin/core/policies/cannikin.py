@@ -396,19 +396,17 @@ class Controller:
 
     # Other ranks: what was learned belongs to devices.
 
-    def with_ranks(self, origins: Sequence[Origin], job: Job | None = None) -> Controller:
+    def with_ranks(self, origins: Sequence[Origin]) -> Controller:
         """Return a planner for other ranks that has learned what this one has; this one stays as it is.
 
         Its first plan, `decide(None, job, step)`, is OptPerf of what is known of the ranks' devices.
 
         Args:
-            origins: as for `load_state_dict`.
-            job: of the new ranks; where left out, this one's, each rank with the bounds that it had here, and one that
-                joins with the lowest (`Job.with_ranks`).
+            origins: as for `load_state_dict`. Each rank has the bounds that it had here, and one that joins the lowest
+                (`Job.with_ranks`).
         """
         was = [origin if isinstance(origin, int) else None for origin in origins]
-        job = self._job.with_ranks(was) if job is None else job
-        other = Controller(job, batch_norm="batch_norm" in self._noise.flags)
+        other = Controller(self._job.with_ranks(was), batch_norm="batch_norm" in self._noise.flags)
         if self._sheets:
             other._sheets = [DataSheet() if rank is None else self._sheets[rank] for rank in was]
         other.load_state_dict(self.state_dict(), origins)
