@@ -100,16 +100,17 @@ def test_no_mutated_state_ends_badly(state: dict[str, Any]) -> None:
         {"num_steps": None},
         {"batch_size": 0},
         {"pass_steps": math.inf},
+        {"policy": None},
         {"planner": 7},
     ],
 )
 def test_an_engines_state_with_numbers_that_cannot_be_is_refused(damage: dict[str, Any]) -> None:
     counts = {"progress": 9.0, "optimizer_steps": 9.0, "forgone": 0.0, "num_steps": 9, "batch_size": 4}
-    good = {"version": 1, **counts, "pass_steps": None, "saved_s": 0.0, "planner": {}}
+    good = {"version": 1, **counts, "pass_steps": None, "saved_s": 0.0, "policy": "even", "planner": {}}
     assert read_engine_state(good).progress.batches == 9.0
     with pytest.raises(StateError):
         read_engine_state({**good, **damage})
-    for name in (*counts, "pass_steps", "saved_s", "planner"):
+    for name in (*counts, "pass_steps", "saved_s", "policy", "planner"):
         with pytest.raises(StateError, match=name):
             read_engine_state({key: value for key, value in good.items() if key != name})
 
