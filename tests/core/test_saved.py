@@ -100,12 +100,13 @@ def test_no_mutated_state_ends_badly(state: dict[str, Any]) -> None:
         {"num_steps": None},
         {"batch_size": 0},
         {"pass_steps": math.inf},
+        {"policy": None},
         {"planner": 7},
     ],
 )
 def test_an_engines_state_with_numbers_that_cannot_be_is_refused(damage: dict[str, Any]) -> None:
     counts = {"progress": 9.0, "optimizer_steps": 9.0, "forgone": 0.0, "num_steps": 9, "batch_size": 4}
-    good = {"version": 1, **counts, "pass_steps": None, "saved_s": 0.0, "policy": "cannikin", "planner": {}}
+    good = {"version": 1, **counts, "pass_steps": None, "saved_s": 0.0, "policy": "even", "planner": {}}
     assert read_engine_state(good).progress.batches == 9.0
     with pytest.raises(StateError):
         read_engine_state({**good, **damage})

@@ -223,7 +223,7 @@ def test_an_output_that_cannot_be_seen_into_is_a_warning_where_only_times_are_lo
     for num_steps, warned in values(told, name):
         assert num_steps == 20
         assert [w.kind for w in warned] == ["RuntimeWarning"]
-        assert "nothing adapts; return tensors" in warned[0].text
+        assert "nothing adapts, and batches cannot accumulate; return tensors" in warned[0].text
 
 
 # What rank 0 makes of the ranks' vectors, without ranks
