@@ -3,7 +3,7 @@
     the loader hands a batch out            hand_out
     forward begins: the batch is taken      _before_forward, _take: what is due between the ranks is done first
     forward ends: its outputs are marked    _after_forward
-    backward begins, buckets are reduced    the marks of `weighting`, then `hook`
+    backward begins, buckets are reduced    _begin_backward, called by the marks of `weighting`; then `hook`
     the optimizer steps                     _before_optimizer, _after_optimizer
 
 Hooks around forward, gradients and optimizer write all of it into the step in progress. Nothing waits.
