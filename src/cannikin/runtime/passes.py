@@ -148,23 +148,9 @@ class Cutter:
             remaining = plan.total_batch
         slices = cut(plan.local_batches, remaining, min_local=self._min_local)
         (start, count), total = slices[self._rank], sum(slices[-1])
-        copies = self._copies(plan, count)
-        entry = BatchEntry(
-            step=self._step,
-            local_batch=count,
-            total_batch=total,
-            is_padding=count == 0,
-            checked=copies == 1,
-            ends_pass=total == remaining,
-        )
-        self._step += 1
-        self.num_cut += 1
+        entry, copies = self._next(plan, count, total_batch=total, ends_pass=total == remaining)
         self.position = position + total
         return CutStep(entry=entry, start=position + start, position=self.position, copies=copies)
-
-    def _copies(self, plan: Plan, count: int) -> int:
-        """Return how often samples are given; plans that ask for single samples are the user's wish."""
-        return 2 if count == 1 < min(self._min_local, plan.local_batches[self._rank]) else 1
 
     def take(self, shards: tuple[int, ...], count: int) -> CutStep:
         """Return a step in which this rank has `count` samples of its own stream, after `look`.
@@ -173,20 +159,18 @@ class Cutter:
         """
         plan = self.plan
         assert plan is not None, "look() comes first"
-        copies = self._copies(plan, count)
-        entry = BatchEntry(
-            step=self._step,
-            local_batch=count,
-            total_batch=plan.total_batch,
-            is_padding=count == 0,
-            checked=copies == 1,
-            own=True,
-            whole=False,
-        )
-        self._step += 1
-        self.num_cut += 1
+        entry, copies = self._next(plan, count, total_batch=plan.total_batch, own=True, whole=False)
         after = tuple(n + b for n, b in zip(shards, plan.local_batches, strict=True))
         return CutStep(entry=entry, start=shards[self._rank], position=sum(after), shards=after, copies=copies)
+
+    def _next(self, plan: Plan, count: int, **more: Any) -> tuple[BatchEntry, int]:
+        """Return the entry of the next step, in which this rank has so many samples, and how often they are given."""
+        # Plans that ask for single samples are the user's wish.
+        copies = 2 if count == 1 < min(self._min_local, plan.local_batches[self._rank]) else 1
+        entry = BatchEntry(step=self._step, local_batch=count, is_padding=count == 0, checked=copies == 1, **more)
+        self._step += 1
+        self.num_cut += 1
+        return entry, copies
 
 
 def two_of(samples: list[Any]) -> list[Any]:
