@@ -6,6 +6,7 @@ import contextlib
 import errno
 import io
 import logging
+import multiprocessing
 import os
 import random
 import signal
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 import cannikin
 from cannikin.errors import InvalidInputError
@@ -41,6 +42,13 @@ class Noisy(Dataset):
     def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
         noise = torch.randn(4) + random.random() + float(np.random.rand())
         return index, index / NUM_SAMPLES + 0.1 * noise
+
+
+class Failing(Noisy):
+    """Whose samples cannot be read."""
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        raise StoppedError
 
 
 class Recording:
@@ -291,6 +299,23 @@ def stuck(rank: int, world_size: int, folder: str) -> Any:
     Recording(folder)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(50)
+
+
+def fail_in_a_worker(rank: int, world_size: int) -> Any:
+    """Let a program end by the error of a sample in a patient worker; return its status, None where it does not end."""
+    program = multiprocessing.get_context("fork").Process(target=read_what_fails)
+    program.start()
+    program.join(30.0)
+    status = program.exitcode
+    program.kill()
+    program.join()
+    return status
+
+
+def read_what_fails() -> None:
+    patient = ending.PatientWorker(None)
+    for _ in DataLoader(Failing(), num_workers=2, worker_init_fn=patient, multiprocessing_context="fork"):
+        pass
 
 
 def save_after(rank: int, world_size: int, folder: str) -> Any:

@@ -12,6 +12,7 @@ from snapshot_cases import (
     accumulate,
     bad_disk,
     evaluate_for_long,
+    fail_in_a_worker,
     names,
     not_come,
     other_optimizer_beside,
@@ -231,6 +232,10 @@ def test_a_second_model_is_saved_with_its_optimizer_and_an_object_named_later_be
 
 def test_a_rank_that_comes_to_no_step_leaves_at_sigterm_all_the_same(tmp_path):
     assert run_ranks_with_errors(stuck, 1, str(tmp_path)) == {0: ("died", "exit code 143")}
+
+
+def test_a_program_with_workers_that_outlive_sigterm_ends_by_the_error_of_one_of_them():
+    assert run_ranks(fail_in_a_worker, 1) == [1]
 
 
 def test_a_snapshot_that_is_asked_for_is_on_the_disk_once_it_was_waited_for(tmp_path):
