@@ -111,15 +111,16 @@ def test_the_noise_that_another_policy_has_tracked_is_taken_as_it_is(saved, own)
     assert planner.state_dict()["noise"] == state["noise"]
 
 
-def test_older_states_say_by_what_they_hold_whose_they_are():
+def test_a_state_says_of_which_policy_it_is():
     job = Job(num_ranks=2, batch_size=8)
-    of = {name: {"planner": make_planner(name, job).state_dict()} for name in ("cannikin", "even", "lb-bsp")}
+    of = {name: {"policy": name, "planner": make_planner(name, job).state_dict()} for name in ("cannikin", "lb-bsp")}
     assert not why_afresh("cannikin", of["cannikin"], 3)
     assert not why_afresh("lb_bsp", of["lb-bsp"], 2)
     assert "on 2 ranks" in why_afresh("lb_bsp", of["lb-bsp"], 3)
-    assert "another policy" in why_afresh("cannikin", of["even"], 2)
-    assert "'cannikin'" in why_afresh("lb-bsp", of["cannikin"], 2)
-    assert not why_afresh(make_planner("even", job), of["lb-bsp"], 3), "a planner of one's own reads its states itself"
+    assert "under 'lb-bsp'" in why_afresh("cannikin", of["lb-bsp"], 2)
+    assert "under 'cannikin'" in why_afresh("lb-bsp", of["cannikin"], 2)
+    own = make_planner("even", job)
+    assert not why_afresh(own, {**of["lb-bsp"], "policy": type(own).__name__}, 3), "it reads its states itself"
 
 
 def test_a_damaged_or_foreign_snapshot_is_named_and_the_one_before_is_used(tmp_path):
