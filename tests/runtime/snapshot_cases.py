@@ -9,6 +9,7 @@ import logging
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import cannikin
-from cannikin.errors import InvalidInputError
+from cannikin.errors import InvalidInputError, StateError
 from cannikin.runtime import ending, snapshot_file
 
 NUM_SAMPLES = 46
@@ -36,8 +37,11 @@ class StoppedError(Exception):
 class Noisy(Dataset):
     """Sample i is i and some noise, from all three generators."""
 
+    def __init__(self, num_samples: int = NUM_SAMPLES) -> None:
+        self._num_samples = num_samples
+
     def __len__(self) -> int:
-        return NUM_SAMPLES
+        return self._num_samples
 
     def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
         noise = torch.randn(4) + random.random() + float(np.random.rand())
@@ -65,6 +69,7 @@ class Recording:
         optimizer: str = "AdamW",
         batch_size: int = 8,
         drop_last: bool = False,
+        num_samples: int = NUM_SAMPLES,
         **options: Any,
     ) -> None:
         torch.manual_seed(seed)
@@ -80,7 +85,7 @@ class Recording:
         # The rank was started by a server of multiprocessing's already: another would have to import torch first.
         own: dict[str, Any] = {"batch_size": batch_size, "drop_last": drop_last}
         own |= {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
-        self.loader = cannikin.HeteroDataLoader(Noisy(), model=self.model, **own)
+        self.loader = cannikin.HeteroDataLoader(Noisy(num_samples), model=self.model, **own)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             options = {"every_s": None, "every_steps": 1, **options}
@@ -273,6 +278,38 @@ def two_jobs(rank: int, world_size: int, folder: str) -> Any:
     return refused, waited_s, printed.getvalue(), os.listdir(folder)
 
 
+def two_in_one_program(rank: int, world_size: int, folder: str) -> Any:
+    """Build Snapshots of two models alike; return what was refused, and who hears SIGTERM once the first is closed.
+
+    The last is of another dataset.
+    """
+    heard: list[int] = []
+    signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+    first, refused = Recording(folder), []
+    try:
+        Recording(folder)
+    except InvalidInputError as error:
+        refused.append(str(error))
+    first.train(1)
+    second = Recording(folder + "-other")
+    first.snapshot.close()
+    os.kill(os.getpid(), signal.SIGTERM)
+    status = None
+    try:
+        second.train(1)
+    except SystemExit as end:
+        status = end.code
+    second.snapshot.close()
+    os.kill(os.getpid(), signal.SIGTERM)
+    try:
+        Recording(folder, num_samples=40)
+    except StateError as error:
+        refused.append(str(error))
+    after = Recording(folder)
+    after.snapshot.close()
+    return refused, status, heard, after.snapshot.resumed_from
+
+
 def other_optimizer_beside(rank: int, world_size: int, folder: str, optimizer: str) -> Any:
     """Name a second optimizer beside the model's own, train one epoch, and say what was refused."""
     training = Recording(folder + "-unused")
@@ -365,7 +402,11 @@ def evaluate_for_long(rank: int, world_size: int, folder: str) -> Any:
 
 
 def bad_disk(rank: int, world_size: int, folder: str, is_full: bool) -> Any:
-    """Train on a disk that is full, or slow, and say which steps were saved and what was warned of."""
+    """Train on a disk that is full, or slow, and say which steps were saved and what was warned of.
+
+    Then once more on one that is neither, after somebody has removed the folder.
+    """
+    good_fsync = os.fsync
 
     def fsync(descriptor: int) -> None:
         if is_full:
@@ -378,8 +419,16 @@ def bad_disk(rank: int, world_size: int, folder: str, is_full: bool) -> Any:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         training.train(2)
+        training.snapshot._wait_for_disk()
+    told = training.num_steps, names(Path(folder)), [str(warning.message) for warning in caught]
+    os.fsync = good_fsync
+    shutil.rmtree(Path(folder).parent)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        training.train(3)
+        training.snapshot.save()
         training.snapshot.close()
-    return training.num_steps, os.listdir(folder), [str(warning.message) for warning in caught]
+    return told, (sorted(os.listdir(folder)), [str(warning.message) for warning in caught])
 
 
 def not_come(rank: int, world_size: int, folder: str, limit_s: float) -> Any:

@@ -24,6 +24,7 @@ from snapshot_cases import (
     stuck,
     told_to_end,
     told_to_end_on_a_bad_disk,
+    two_in_one_program,
     two_jobs,
     two_models,
 )
@@ -198,6 +199,17 @@ def test_a_second_job_is_refused_the_folder_of_one_that_lives_and_gets_it_once_t
     assert all(name.endswith(".snapshot") for name in files)
 
 
+def test_of_two_models_in_one_program_each_has_a_folder_and_hears_sigterm_when_the_other_is_closed(tmp_path):
+    ((refused, status, heard, resumed_from),) = run_ranks(two_in_one_program, 1, str(tmp_path / "run"))
+    beside, other_data = refused
+    assert "this program keeps the snapshots of a model like this one" in beside
+    assert "close() the first Snapshot" in beside
+    assert "its 'loader' does not fit: the saved num_samples=46 is not this loader's 40" in other_data
+    assert "give a Snapshot another folder" in other_data
+    assert (status, heard) == (143, [1, 1]), "the script's own handler hears it too, and has its place back"
+    assert resumed_from == 5, "the first one's, once it is closed"
+
+
 def test_one_rank_that_sees_the_newest_snapshot_is_enough(tmp_path):
     folders = [str(tmp_path / name) for name in ("a", "b")]
     before = run_ranks(own_folders, 2, folders, 5)
@@ -253,14 +265,18 @@ def test_what_was_saved_before_a_long_evaluation_is_what_sigterm_in_it_leaves(tm
     assert not (result["weights"] == -1.0).any()
 
 
-def test_a_slow_disk_gets_fewer_snapshots_and_a_full_one_costs_only_these(tmp_path):
-    ((num_steps, saved, warned),) = run_ranks(bad_disk, 1, str(tmp_path / "slow"), False)
+def test_a_slow_disk_gets_fewer_snapshots_a_full_one_costs_only_these_and_a_folder_that_is_gone_is_made_again(tmp_path):
+    (((num_steps, saved, warned), after),) = run_ranks(bad_disk, 1, str(tmp_path / "slow" / "run"), False)
     assert (num_steps, warned) == (12, [])
     assert 1 <= len(saved) <= 2
-    ((num_steps, saved, warned),) = run_ranks(bad_disk, 1, str(tmp_path / "full"), True)
+    (((num_steps, saved, warned), full_after),) = run_ranks(bad_disk, 1, str(tmp_path / "full" / "run"), True)
     assert (num_steps, saved) == (12, [])
     assert all("could not be written" in text and "No space left" in text for text in warned)
     assert warned
+    for files, (told,) in (after, full_after):
+        assert f"{18:012d}" in files[-1]
+        assert all(name.endswith(".snapshot") for name in files), "its lock is its own, and given back"
+        assert "was removed while training went on, and is made again" in told
 
 
 @pytest.mark.parametrize(

@@ -93,13 +93,21 @@ class Ending:
             os._exit(EXIT_STATUS)
 
     def close(self) -> None:
-        """Leave signals as they were, from the main thread."""
+        """Leave signals as they were, from the main thread; where another one listens since, once that is closed."""
         if not self.can_hear:
             return
         self.can_hear = False
+        self._restore()
+
+    def _restore(self) -> None:
+        if signal.getsignal(signal.SIGTERM) != self._hear:
+            return  # whoever listens since passes signals on to this one, and would put it back
         signal.set_wakeup_fd(self._previous_fd)
         signal.signal(signal.SIGTERM, self._previous)
         os.close(self._writing)  # ends the thread
+        before = getattr(self._previous, "__self__", None)
+        if isinstance(before, Ending) and not before.can_hear:
+            before._restore()
 
 
 def _forget(ending: Ending | None) -> None:
