@@ -152,13 +152,15 @@ def draw() -> tuple[float, float, float]:
 
 
 def told_to_end(rank: int, world_size: int, folder: str, whom: int, options: dict[str, Any]) -> Any:
-    """Train for ever, and send one rank SIGTERM after its fifth step; a group's where it has workers."""
+    """Train for ever, and send one rank SIGTERM after its fifth step, or all its processes twice, as under Slurm."""
 
     class Told(Recording):
         def after_step(self) -> None:
             if self.num_steps == 5 and rank == whom:
                 if options.get("workers"):
-                    os.killpg(os.getpgid(0), signal.SIGTERM)
+                    for _ in range(2):
+                        os.killpg(os.getpgid(0), signal.SIGTERM)
+                        time.sleep(0.2)  # or both would be one to a worker that is busy
                 else:
                     os.kill(os.getpid(), signal.SIGTERM)
 

@@ -117,16 +117,15 @@ def _forget(ending: Ending | None) -> None:
 
 
 class PatientWorker:
-    """Lets a worker of a DataLoader outlive the first SIGTERM, as `worker_init_fn`.
+    """Lets a worker of a DataLoader outlive SIGTERM, as `worker_init_fn`.
 
-    torchrun and Slurm send it to every process of a rank, and a worker that dies takes the rank's last step with it. It
-    ends with its rank, which it watches, or at a second SIGTERM; and at the first one where its rank's program comes to
-    its end, as by an error: Python's multiprocessing sends it there, and then waits for the worker without a limit.
+    Slurm sends it to every process of a rank, as torchrun does once it has got it itself, and a worker that dies takes
+    the rank's last step with it. It ends with its rank, which it watches; and at SIGTERM where its rank's program comes
+    to its end, as by an error: Python's multiprocessing sends it there, and then waits for the worker without a limit.
     """
 
     def __init__(self, own: Callable[[int], None] | None) -> None:
         self._own = own
-        self._was_told = False
         self._is_over = RawValue("b", 0)  # in memory that the rank shares with its workers
         # multiprocessing calls this before it ends the workers, in programs as in processes that it has started.
         Finalize(self, setattr, (self._is_over, "value", 1), exitpriority=0)
@@ -140,7 +139,3 @@ class PatientWorker:
     def _hear(self, number: int, frame: Any) -> None:
         if self._is_over.value:
             os._exit(0)  # as under torch's own handler: the rank would raise for a worker with another status
-        if self._was_told:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)
-        self._was_told = True
