@@ -18,6 +18,7 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 LAUNCH = ROOT / "examples" / "launch"
 LIMIT_S = 100
+SAVED = "leaves with status 143; in .* a snapshot was taken"
 
 # Slurm's commands as far as the script uses them. A step's processes are a session; scancel signals all of them.
 SLURM = {
@@ -107,7 +108,7 @@ def test_the_slurm_script_saves_and_requeues_when_its_time_is_nearly_up(tmp_path
         assert job.end() != 0
     assert (tmp_path / "requeued").read_text() == "7\n"
     printed = (tmp_path / "first").read_text()
-    assert len(re.findall("leaves with status 143; in .* a snapshot was taken", printed)) == 2
+    assert len(re.findall(SAVED, printed)) == 2
     assert newest(tmp_path / "snapshots") > 28, "more than an epoch"
 
 
@@ -148,7 +149,7 @@ def test_hosts_come_and_go_under_torchrun(tmp_path):
         stays.wait_for("^epoch 2:")
         with started(command, tmp_path / "joins", environment) as joins:
             joins.wait_for(r"^rank \d goes on from step")
-            stays.wait_for("leaves with status 143; in .* a snapshot was taken")  # told by its agent, which makes room
+            stays.wait_for(SAVED)  # told by its agent, which makes room
             stays.wait_for(r"^rank \d of 2")
         # Killed with its agent, without a word: the other's agent notices, and starts again alone.
         stays.wait_for(r"^rank 0 of 1 .*\nrank 0 goes on from step", after=len(stays.printed()))

@@ -6,8 +6,10 @@ import contextlib
 import errno
 import io
 import logging
+import multiprocessing
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -19,10 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 import cannikin
-from cannikin.errors import InvalidInputError
+from cannikin.errors import InvalidInputError, StateError
 from cannikin.runtime import ending, snapshot_file
 
 NUM_SAMPLES = 46
@@ -35,12 +37,22 @@ class StoppedError(Exception):
 class Noisy(Dataset):
     """Sample i is i and some noise, from all three generators."""
 
+    def __init__(self, num_samples: int = NUM_SAMPLES) -> None:
+        self._num_samples = num_samples
+
     def __len__(self) -> int:
-        return NUM_SAMPLES
+        return self._num_samples
 
     def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
         noise = torch.randn(4) + random.random() + float(np.random.rand())
         return index, index / NUM_SAMPLES + 0.1 * noise
+
+
+class Failing(Noisy):
+    """Whose samples cannot be read."""
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        raise StoppedError
 
 
 class Recording:
@@ -57,6 +69,7 @@ class Recording:
         optimizer: str = "AdamW",
         batch_size: int = 8,
         drop_last: bool = False,
+        num_samples: int = NUM_SAMPLES,
         **options: Any,
     ) -> None:
         torch.manual_seed(seed)
@@ -72,7 +85,7 @@ class Recording:
         # The rank was started by a server of multiprocessing's already: another would have to import torch first.
         own: dict[str, Any] = {"batch_size": batch_size, "drop_last": drop_last}
         own |= {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
-        self.loader = cannikin.HeteroDataLoader(Noisy(), model=self.model, **own)
+        self.loader = cannikin.HeteroDataLoader(Noisy(num_samples), model=self.model, **own)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             options = {"every_s": None, "every_steps": 1, **options}
@@ -139,13 +152,15 @@ def draw() -> tuple[float, float, float]:
 
 
 def told_to_end(rank: int, world_size: int, folder: str, whom: int, options: dict[str, Any]) -> Any:
-    """Train for ever, and send one rank SIGTERM after its fifth step; a group's where it has workers."""
+    """Train for ever, and send one rank SIGTERM after its fifth step, or all its processes twice, as under Slurm."""
 
     class Told(Recording):
         def after_step(self) -> None:
             if self.num_steps == 5 and rank == whom:
                 if options.get("workers"):
-                    os.killpg(os.getpgid(0), signal.SIGTERM)
+                    for _ in range(2):
+                        os.killpg(os.getpgid(0), signal.SIGTERM)
+                        time.sleep(0.2)  # or both would be one to a worker that is busy
                 else:
                     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -265,6 +280,38 @@ def two_jobs(rank: int, world_size: int, folder: str) -> Any:
     return refused, waited_s, printed.getvalue(), os.listdir(folder)
 
 
+def two_in_one_program(rank: int, world_size: int, folder: str) -> Any:
+    """Build Snapshots of two models alike; return what was refused, and who hears SIGTERM once the first is closed.
+
+    The last is of another dataset.
+    """
+    heard: list[int] = []
+    signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+    first, refused = Recording(folder), []
+    try:
+        Recording(folder)
+    except InvalidInputError as error:
+        refused.append(str(error))
+    first.train(1)
+    second = Recording(folder + "-other")
+    first.snapshot.close()
+    os.kill(os.getpid(), signal.SIGTERM)
+    status = None
+    try:
+        second.train(1)
+    except SystemExit as end:
+        status = end.code
+    second.snapshot.close()
+    os.kill(os.getpid(), signal.SIGTERM)
+    try:
+        Recording(folder, num_samples=40)
+    except StateError as error:
+        refused.append(str(error))
+    after = Recording(folder)
+    after.snapshot.close()
+    return refused, status, heard, after.snapshot.resumed_from
+
+
 def other_optimizer_beside(rank: int, world_size: int, folder: str, optimizer: str) -> Any:
     """Name a second optimizer beside the model's own, train one epoch, and say what was refused."""
     training = Recording(folder + "-unused")
@@ -291,6 +338,23 @@ def stuck(rank: int, world_size: int, folder: str) -> Any:
     Recording(folder)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(50)
+
+
+def fail_in_a_worker(rank: int, world_size: int) -> Any:
+    """Let a program end by the error of a sample in a patient worker; return its status, None where it does not end."""
+    program = multiprocessing.get_context("fork").Process(target=read_what_fails)
+    program.start()
+    program.join(30.0)
+    status = program.exitcode
+    program.kill()
+    program.join()
+    return status
+
+
+def read_what_fails() -> None:
+    patient = ending.PatientWorker(None)
+    for _ in DataLoader(Failing(), num_workers=2, worker_init_fn=patient, multiprocessing_context="fork"):
+        pass
 
 
 def save_after(rank: int, world_size: int, folder: str) -> Any:
@@ -340,7 +404,11 @@ def evaluate_for_long(rank: int, world_size: int, folder: str) -> Any:
 
 
 def bad_disk(rank: int, world_size: int, folder: str, is_full: bool) -> Any:
-    """Train on a disk that is full, or slow, and say which steps were saved and what was warned of."""
+    """Train on a disk that is full, or slow, and say which steps were saved and what was warned of.
+
+    Then once more on one that is neither, after somebody has removed the folder.
+    """
+    good_fsync = os.fsync
 
     def fsync(descriptor: int) -> None:
         if is_full:
@@ -353,8 +421,16 @@ def bad_disk(rank: int, world_size: int, folder: str, is_full: bool) -> Any:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         training.train(2)
+        training.snapshot._wait_for_disk()
+    told = training.num_steps, names(Path(folder)), [str(warning.message) for warning in caught]
+    os.fsync = good_fsync
+    shutil.rmtree(Path(folder).parent)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        training.train(3)
+        training.snapshot.save()
         training.snapshot.close()
-    return training.num_steps, os.listdir(folder), [str(warning.message) for warning in caught]
+    return told, (sorted(os.listdir(folder)), [str(warning.message) for warning in caught])
 
 
 def not_come(rank: int, world_size: int, folder: str, limit_s: float) -> Any:

@@ -935,6 +935,16 @@ def test_rank_0_warns_of_a_dataset_that_is_another_on_other_ranks():
         HeteroDataLoader(Numbers(10), model=feed, batch_size=4)
 
 
+@pytest.mark.parametrize(("num_samples", "num_warnings"), [(3, 1), (4, 0)])
+def test_a_batch_size_above_the_length_of_the_dataset_is_warned_of(caplog, num_samples, num_warnings):
+    with caplog.at_level("WARNING", "cannikin"):
+        HeteroDataLoader(Numbers(num_samples), model=ScriptedFeed([(2, 2)]), batch_size=4)
+    assert (
+        sum("batch_size=4 is more than the 3 samples of the dataset" in text for text in caplog.messages)
+        == num_warnings
+    )
+
+
 # Bad input
 
 

@@ -168,6 +168,18 @@ def test_a_rank_tells_whom_it_has_lost_before_it_ends_by_it():
     lookout.close()
 
 
+def test_a_rank_that_others_have_lost_does_not_wait_for_itself(monkeypatch, caplog):
+    monkeypatch.setenv("CANNIKIN_PATIENCE_S", "1000")
+    store = TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
+    lookout = Lookout(store, rank=0, world_size=2, limit=timedelta(seconds=60))
+    lookout._hear(1, json.dumps([1, 9, Phase.AFTER, 0, False, "failed", "", 0.0, False, [0]]))
+    with caplog.at_level("INFO", "cannikin"):
+        lookout._speak(60.0)
+    (told,) = caplog.messages
+    assert "waits for" not in told
+    lookout.close()
+
+
 def test_a_rank_that_ends_tells_how_far_it_has_come_since_its_last_beat(monkeypatch):
     monkeypatch.setenv("CANNIKIN_PATIENCE_S", "1000")
     store = TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)

@@ -12,6 +12,7 @@ from snapshot_cases import (
     accumulate,
     bad_disk,
     evaluate_for_long,
+    fail_in_a_worker,
     names,
     not_come,
     other_optimizer_beside,
@@ -23,6 +24,7 @@ from snapshot_cases import (
     stuck,
     told_to_end,
     told_to_end_on_a_bad_disk,
+    two_in_one_program,
     two_jobs,
     two_models,
 )
@@ -108,17 +110,16 @@ def test_the_noise_that_another_policy_has_tracked_is_taken_as_it_is(saved, own)
     assert planner.state_dict()["noise"] == state["noise"]
 
 
-def test_a_state_says_of_which_policy_and_of_how_many_ranks_it_is():
+def test_a_state_says_of_which_policy_it_is():
     job = Job(num_ranks=2, batch_size=8)
-    of = {
-        name: {"policy": name, "planner": make_planner(name, job).state_dict()}
-        for name in ("cannikin", "even", "lb-bsp")
-    }
+    of = {name: {"policy": name, "planner": make_planner(name, job).state_dict()} for name in ("cannikin", "lb-bsp")}
     assert not why_afresh("cannikin", of["cannikin"], 3)
     assert not why_afresh("lb_bsp", of["lb-bsp"], 2)
     assert "on 2 ranks" in why_afresh("lb_bsp", of["lb-bsp"], 3)
-    assert "under 'even'" in why_afresh("cannikin", of["even"], 2)
+    assert "under 'lb-bsp'" in why_afresh("cannikin", of["lb-bsp"], 2)
     assert "under 'cannikin'" in why_afresh("lb-bsp", of["cannikin"], 2)
+    own = make_planner("even", job)
+    assert not why_afresh(own, {**of["lb-bsp"], "policy": type(own).__name__}, 3), "it reads its states itself"
 
 
 def test_a_damaged_or_foreign_snapshot_is_named_and_the_one_before_is_used(tmp_path):
@@ -196,6 +197,17 @@ def test_a_second_job_is_refused_the_folder_of_one_that_lives_and_gets_it_once_t
     assert all(name.endswith(".snapshot") for name in files)
 
 
+def test_of_two_models_in_one_program_each_has_a_folder_and_hears_sigterm_when_the_other_is_closed(tmp_path):
+    ((refused, status, heard, resumed_from),) = run_ranks(two_in_one_program, 1, str(tmp_path / "run"))
+    beside, other_data = refused
+    assert "this program keeps the snapshots of a model like this one" in beside
+    assert "close() the first Snapshot" in beside
+    assert "its 'loader' does not fit: the saved num_samples=46 is not this loader's 40" in other_data
+    assert "give a Snapshot another folder" in other_data
+    assert (status, heard) == (143, [1, 1]), "the script's own handler hears it too, and has its place back"
+    assert resumed_from == 5, "the first one's, once it is closed"
+
+
 def test_one_rank_that_sees_the_newest_snapshot_is_enough(tmp_path):
     folders = [str(tmp_path / name) for name in ("a", "b")]
     before = run_ranks(own_folders, 2, folders, 5)
@@ -233,6 +245,10 @@ def test_a_rank_that_comes_to_no_step_leaves_at_sigterm_all_the_same(tmp_path):
     assert run_ranks_with_errors(stuck, 1, str(tmp_path)) == {0: ("died", "exit code 143")}
 
 
+def test_a_program_with_workers_that_outlive_sigterm_ends_by_the_error_of_one_of_them():
+    assert run_ranks(fail_in_a_worker, 1) == [1]
+
+
 def test_a_snapshot_that_is_asked_for_is_on_the_disk_once_it_was_waited_for(tmp_path):
     (steps, last), others = run_ranks(save_after, 2, str(tmp_path))
     assert steps == [None, 4, 4, 6], "inside of step 1, after the updates of step 3 and of the last, after the pass"
@@ -247,14 +263,18 @@ def test_what_was_saved_before_a_long_evaluation_is_what_sigterm_in_it_leaves(tm
     assert not (result["weights"] == -1.0).any()
 
 
-def test_a_slow_disk_gets_fewer_snapshots_and_a_full_one_costs_only_these(tmp_path):
-    ((num_steps, saved, warned),) = run_ranks(bad_disk, 1, str(tmp_path / "slow"), False)
+def test_a_slow_disk_gets_fewer_snapshots_a_full_one_costs_only_these_and_a_folder_that_is_gone_is_made_again(tmp_path):
+    (((num_steps, saved, warned), after),) = run_ranks(bad_disk, 1, str(tmp_path / "slow" / "run"), False)
     assert (num_steps, warned) == (12, [])
     assert 1 <= len(saved) <= 2
-    ((num_steps, saved, warned),) = run_ranks(bad_disk, 1, str(tmp_path / "full"), True)
+    (((num_steps, saved, warned), full_after),) = run_ranks(bad_disk, 1, str(tmp_path / "full" / "run"), True)
     assert (num_steps, saved) == (12, [])
     assert all("could not be written" in text and "No space left" in text for text in warned)
     assert warned
+    for files, (told,) in (after, full_after):
+        assert f"{18:012d}" in files[-1]
+        assert all(name.endswith(".snapshot") for name in files), "its lock is its own, and given back"
+        assert "was removed while training went on, and is made again" in told
 
 
 @pytest.mark.parametrize(

@@ -343,7 +343,8 @@ class Bookmark:
             if state[name] != own:
                 raise StateError(
                     f"the saved {name}={state[name]} is not this loader's {own}: the saved position is one in another "
-                    f"order of samples; build the loader as it was, or leave its state out to begin afresh"
+                    f"order of samples; build the loader as it was, or begin afresh: leave its state out, or give a "
+                    f"Snapshot another folder"
                 )
         try:
             length = self._identity["num_samples"]

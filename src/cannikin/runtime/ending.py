@@ -15,6 +15,8 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.sharedctypes import RawValue
+from multiprocessing.util import Finalize
 from typing import Any
 
 EXIT_STATUS = 128 + signal.SIGTERM
@@ -91,13 +93,21 @@ class Ending:
             os._exit(EXIT_STATUS)
 
     def close(self) -> None:
-        """Leave signals as they were, from the main thread."""
+        """Leave signals as they were, from the main thread; where another one listens since, once that is closed."""
         if not self.can_hear:
             return
         self.can_hear = False
+        self._restore()
+
+    def _restore(self) -> None:
+        if signal.getsignal(signal.SIGTERM) != self._hear:
+            return  # whoever listens since passes signals on to this one, and would put it back
         signal.set_wakeup_fd(self._previous_fd)
         signal.signal(signal.SIGTERM, self._previous)
         os.close(self._writing)  # ends the thread
+        before = getattr(self._previous, "__self__", None)
+        if isinstance(before, Ending) and not before.can_hear:
+            before._restore()
 
 
 def _forget(ending: Ending | None) -> None:
@@ -107,17 +117,25 @@ def _forget(ending: Ending | None) -> None:
 
 
 class PatientWorker:
-    """Lets a worker of a DataLoader outlive the first SIGTERM, as `worker_init_fn`.
+    """Lets a worker of a DataLoader outlive SIGTERM, as `worker_init_fn`.
 
-    torchrun and Slurm send it to every process of a rank, and a worker that dies takes the rank's last step with it. It
-    ends with its rank, which it watches, or at a second SIGTERM.
+    Slurm sends it to every process of a rank, as torchrun does once it has got it itself, and a worker that dies takes
+    the rank's last step with it. It ends with its rank, which it watches; and at SIGTERM where its rank's program comes
+    to its end, as by an error: Python's multiprocessing sends it there, and then waits for the worker without a limit.
     """
 
     def __init__(self, own: Callable[[int], None] | None) -> None:
         self._own = own
+        self._is_over = RawValue("b", 0)  # in memory that the rank shares with its workers
+        # multiprocessing calls this before it ends the workers, in programs as in processes that it has started.
+        Finalize(self, setattr, (self._is_over, "value", 1), exitpriority=0)
 
     def __call__(self, worker: int) -> None:
         """Prepare this worker process."""
         if self._own is not None:
             self._own(worker)
-        signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+        signal.signal(signal.SIGTERM, self._hear)
+
+    def _hear(self, number: int, frame: Any) -> None:
+        if self._is_over.value:
+            os._exit(0)  # as under torch's own handler: the rank would raise for a worker with another status

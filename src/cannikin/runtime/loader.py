@@ -370,7 +370,7 @@ class HeteroDataLoader(OverPasses):
         return replace(entry, items=items)
 
     def keep_workers(self) -> None:
-        """Let workers that start from now on outlive a first SIGTERM, so that a last step can be finished."""
+        """Let workers that start from now on outlive SIGTERM, so that a last step can be finished."""
         for loader in (self._loader, self._reader):
             if loader is not None:
                 loader.worker_init_fn = PatientWorker(loader.worker_init_fn)

@@ -165,8 +165,7 @@ class Lookout:
         self._wanted = True
         deadline_s = time.monotonic() + 8 * self._beat_s
         while True:
-            absent = missing(self._place, self._sightings(), silence_s=4 * self._beat_s)
-            absent.pop(self._rank, None)  # which others may miss
+            absent = self._missing(self._sightings(), silence_s=4 * self._beat_s)
             gone = {rank: told for rank, told in absent.items() if "alive" not in told}
             if gone or time.monotonic() > deadline_s:
                 break
@@ -232,7 +231,7 @@ class Lookout:
 
     def _speak(self, stuck_s: float) -> None:
         others = self._sightings()
-        absent = missing(self._place, others, silence_s=self._patience_s / 3)
+        absent = self._missing(others, silence_s=self._patience_s / 3)
         if absent:
             known = all("alive" in absent[r] and r in self._waited_for.get(others[r].line, ()) for r in absent)
             text = waiting(self._rank, self._place, stuck_s, absent, self._limit_s)
@@ -247,7 +246,7 @@ class Lookout:
         """Say, once per line, that ranks are as far in training as each other, and elsewhere in the script."""
         others = self._sightings()
         now_s = time.monotonic()
-        if len(others) < self._world_size - 1 or missing(self._place, others, silence_s=self._patience_s / 3):
+        if len(others) < self._world_size - 1 or self._missing(others, silence_s=self._patience_s / 3):
             return
         if any(seen.place != self._place for seen in others.values()):
             return
@@ -256,6 +255,12 @@ class Lookout:
         if told is not None:
             self._parted.add(self._line)
             _log.warning("%s", told)
+
+    def _missing(self, others: dict[int, Sighting], silence_s: float) -> dict[int, str]:
+        """Return whom this rank waits for; others may have lost this rank itself."""
+        absent = missing(self._place, others, silence_s=silence_s)
+        absent.pop(self._rank, None)
+        return absent
 
     def _sightings(self) -> dict[int, Sighting]:
         """Return what has been heard of the other ranks; where the store does not answer, of who holds it."""

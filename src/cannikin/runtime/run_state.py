@@ -79,8 +79,8 @@ def _load_part(part: Any, state: Any, origin: str) -> None:
     """Load one object's state; name it where it is of another kind, of which torch says no more than a key."""
     try:
         part.load_state_dict(state)
-    except StateError:
-        raise
+    except StateError as error:
+        raise StateError(f"{origin} does not fit: {error}") from error
     except (KeyError, ValueError, RuntimeError, TypeError) as error:
         raise StateError(
             f"{origin} cannot be loaded into this {type(part).__name__} ({type(error).__name__}: {error}): it is of "

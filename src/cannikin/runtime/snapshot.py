@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,8 @@ class Snapshot:
     `loader.epoch`, or by `model.epochs(n)`. From then on a snapshot is taken at the end of a step every `every_s`
     seconds, and one soon after SIGTERM has come to any rank; every rank then ends with status 143.
 
+    Close it, or build it in a `with`, where the program goes on with something else after this training.
+
     A snapshot holds what the model knows (the module, its optimizers, what the engine has learned, the loader's place,
     the GradScaler), the random generators of rank 0 (see `cannikin.runtime.randomness`), and whatever else is named. It
     is rank 0's: what a named object has on other ranks alone is not kept.
@@ -134,8 +137,8 @@ class Snapshot:
         engine = engine_of(model)
         self._engine, self._loop, self._exchange = engine, engine.loop, engine.exchange
         self._folder, self._keep = Path(folder), whole_number("keep", keep, low=2)
-        if every_s is not None and not every_s > 0:
-            raise InvalidInputError(f"every_s={every_s} must be above 0, or None for none by the clock")
+        if every_s is not None and not (isinstance(every_s, Real) and every_s > 0):
+            raise InvalidInputError(f"every_s={every_s!r} must be a number above 0, or None for none by the clock")
         self._every_s = every_s
         self._every_steps = None if every_steps is None else whole_number("every_steps", every_steps, low=1)
         if not engine.coordinator.is_bound:
@@ -381,8 +384,10 @@ class Snapshot:
         start_s = time.perf_counter()
         self._host.wait()
         try:
+            if self._lock.is_lost or not self._folder.is_dir():
+                self._make_folder_again()
             num_bytes = write_snapshot(self._folder / str(name), skeleton, self._host.layout, self._host.row)
-        except OSError as error:
+        except (OSError, InvalidInputError) as error:
             self._warn(f"snapshot {self._folder / str(name)} could not be written ({error}): training goes on")
             return
         self._good = [*(good for good in self._good if good != name), name][-self._keep :]
@@ -391,6 +396,13 @@ class Snapshot:
                 (self._folder / str(old)).unlink()
         write_s = time.perf_counter() - start_s
         self.last = {"step": name.step, "stalled_s": stalled_s, "write_s": write_s, "num_bytes": num_bytes}
+
+    def _make_folder_again(self) -> None:
+        """Make the folder where somebody has removed it, or what it was on: else nothing would be saved any more."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._lock.release()
+        self._lock.take()
+        self._warn(f"{self._folder}, or its lock, was removed while training went on, and is made again")
 
     def _take_wanted(self) -> None:
         """Take the snapshot that `save` asked for, where no step is half done."""

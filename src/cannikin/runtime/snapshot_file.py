@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -121,23 +121,38 @@ class SnapshotLock:
     """Keeps other jobs from a folder's snapshots of one model, which both would remove; it ends with the process.
 
     A record lock, as run logs have it, rather than `flock`, which a loader's workers would inherit and hold after a
-    kill. A job that was started again may come while the one before is still being ended, and waits for it.
+    kill. A job that was started again may come while the one before is still being ended, and waits for it. No such
+    lock keeps a process from its own files, so that a process knows which ones it has.
 
     Args:
         folder: which exists.
         identity: of the model.
     """
 
+    _taken: ClassVar[set[tuple[int, Path]]] = set()  # with the process: a fork of it has none of them
+
     def __init__(self, folder: Path, identity: str) -> None:
         self.path = folder / f".{identity}.lock"
+        self._key = (os.getpid(), self.path.resolve())
         self._file: int | None = None
+        self._can_lock = True
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether its file was removed, as with the folder: another job may have come since."""
+        return self._can_lock and (self._file is None or not self._is_in_place(self._file))
 
     def take(self) -> str:
         """Take the lock; return what to warn of where the file system has none.
 
         Raises:
-            InvalidInputError: another process keeps it.
+            InvalidInputError: another process keeps it, or another Snapshot of this one.
         """
+        if self._key in self._taken:
+            raise InvalidInputError(
+                f"this program keeps the snapshots of a model like this one in {str(self.path.parent)!r} already, and "
+                "each would remove the other's: give each a folder of its own, or close() the first Snapshot"
+            )
         start_s, has_told = time.monotonic(), False
         while True:
             file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -147,12 +162,14 @@ class SnapshotLock:
                 holder = os.pread(file, 1000, 0).decode(errors="replace").strip()
                 os.close(file)
                 if error.errno not in (errno.EACCES, errno.EAGAIN):
+                    self._can_lock = False
                     return f"{self.path.parent} cannot be locked ({error}): let no other job keep its snapshots there"
             else:
                 if self._is_in_place(file):
                     os.ftruncate(file, 0)
                     os.pwrite(file, f"{self._own()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}".encode(), 0)
                     self._file = file
+                    self._taken.add(self._key)
                     return ""
                 os.close(file)  # it was removed by who held it
                 continue
@@ -171,15 +188,17 @@ class SnapshotLock:
     def release(self) -> None:
         """Let others have it."""
         if self._file is not None:
-            with suppress(OSError):
-                self.path.unlink()
+            self._taken.discard(self._key)
+            if self._is_in_place(self._file):  # else it is another job's, in a folder that was made again
+                with suppress(OSError):
+                    self.path.unlink()
             os.close(self._file)
             self._file = None
 
     def _is_in_place(self, file: int) -> bool:
         try:
             return os.path.samestat(os.fstat(file), os.stat(self.path))
-        except FileNotFoundError:
+        except OSError:
             return False
 
     def _own(self) -> str:
