@@ -250,7 +250,7 @@ def test_the_paper_never_hands_out_negative_batches() -> None:
     )
     training = started("paper", Job(num_ranks=3, batch_size=64, num_samples=640), 9)
     plan = training.run(cluster, 60, noise=0.0, outliers=0.0)
-    assert "rank1 would get -155.96 samples" in plan.reason
+    assert "rank 1 would get -155.96 samples" in plan.reason
     assert min(plan.local_batches) >= 1
     assert plan.total_batch == pytest.approx(64, abs=1)
 
