@@ -87,7 +87,7 @@ def kinds() -> list[tuple[WindowRecord, PlanRecord]]:
 
 def _reason(batches: tuple[int, ...]) -> str:
     return (
-        f"kept: rank2 finishes last with {batches[2]} samples (compute); total batch stays {sum(batches)}: 96 would "
+        f"kept: rank 2 finishes last with {batches[2]} samples (compute); total batch stays {sum(batches)}: 96 would "
         f"gain 1.4%, not more than 5%, noise scale {batches[0]}"
     )
 

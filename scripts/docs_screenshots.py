@@ -9,6 +9,8 @@ Chromium.
 from __future__ import annotations
 
 import io
+import math
+import re
 import shutil
 import subprocess
 import sys
@@ -27,8 +29,8 @@ FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--dis
 FLAGS += ("--disable-component-update", "--disable-sync", "--hide-scrollbars", "--virtual-time-budget=6000")
 
 
-def draw_live_view(run: Path, out: Path) -> None:
-    """The panel after half of a run's plans, as SVG."""
+def draw_live_view(run: Path, out: Path) -> tuple[int, int]:
+    """Draw the panel after half of a run's plans, as SVG; its width and height."""
     with RunLogReader(run) as reader:
         records = reader.poll()
     plans = [place for place, record in enumerate(records) if isinstance(record, PlanRecord)]
@@ -38,6 +40,9 @@ def draw_live_view(run: Path, out: Path) -> None:
     console = Console(record=True, width=104, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     console.print(LivePanel(state))
     console.save_svg(str(out), title=f"cannikin watch {run}")
+    size = re.search(r'viewBox="0 0 (\S+) (\S+)"', out.read_text())
+    assert size is not None
+    return math.ceil(float(size[1])), math.ceil(float(size[2]))
 
 
 def shoot(page: Path, name: str, width: int, height: int) -> None:
@@ -52,8 +57,8 @@ def shoot(page: Path, name: str, width: int, height: int) -> None:
 def main(demo: Path) -> None:
     """Draw and shoot all three."""
     with tempfile.TemporaryDirectory() as folder:
-        draw_live_view(demo / "cannikin", live := Path(folder, "live.svg"))
-        shoot(live, "live-view.png", 1287, 514)
+        size = draw_live_view(demo / "cannikin", live := Path(folder, "live.svg"))
+        shoot(live, "live-view.png", *size)
         shoot(write_report([demo], Path(folder, "demo.html")), "report.png", 1280, 1380)
         shoot(write_report([demo / "cannikin"], Path(folder, "run.html")), "report-run.png", 1280, 2120)
 

@@ -65,7 +65,7 @@ def plan(step: int, batches: tuple[int, ...] = (24, 8), **changes: Any) -> PlanR
         "predicted_step_ms": 32.0,
         "even_speed": 0.8,
         "phase": "optperf",
-        "reason": "rank1 finishes last with 8 samples (compute)",
+        "reason": "rank 1 finishes last with 8 samples (compute)",
     }
     return PlanRecord(**{**settings, **changes})
 

@@ -355,6 +355,11 @@ def attach_to_a_module_with_a_hook(rank: int) -> None:
     attach(ddp, torch.optim.SGD(net.parameters(), lr=0.1))
 
 
+def wrap_a_ddp_module(rank: int) -> None:
+    ddp = nn.parallel.DistributedDataParallel(TinyNet())
+    HeteroDataParallel(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1))
+
+
 def attach_to_sparse_gradients(rank: int) -> None:
     net = nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Linear(3, 1))
     HeteroDataParallel(net, torch.optim.SGD(net.parameters(), lr=0.1))

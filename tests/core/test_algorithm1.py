@@ -81,7 +81,7 @@ def counter_example() -> Cluster:
 def test_both_checks_may_agree_on_the_wrong_state() -> None:
     result = algorithm1(counter_example(), 45)
     assert result.failure == "overlap"
-    assert result.reason.startswith("rank1 is taken for communication-bound and comes out compute-bound")
+    assert result.reason.startswith("rank 1 is taken for communication-bound and comes out compute-bound")
     assert result.step_s - 0.5 == pytest.approx(59.55, abs=0.005)
     assert result.step_s == step_time(counter_example(), result.local_batches)
     assert float(SplitSolver(counter_example()).step_times(45)) - 0.5 == pytest.approx(47.05, abs=0.005)
@@ -114,7 +114,7 @@ def test_batches_beyond_the_bounds_are_not_valid() -> None:
     curve = Curve(fixed_s=[1, 1], per_sample_s=[1, 3])
     pair = Cluster.two_point(forward=curve, backward=curve, gamma=0.2, overlapped_s=0, last_s=0, max_batch=[10, 100])
     result = algorithm1(pair, 40)
-    assert (result.failure, result.reason) == ("bounds", "rank0 would get 30.00 samples, outside 1 to 10")
+    assert (result.failure, result.reason) == ("bounds", "rank 0 would get 30.00 samples, outside 1 to 10")
 
 
 def test_ranks_without_slope_make_the_system_singular() -> None:
@@ -134,7 +134,7 @@ def test_ranks_without_slope_make_the_system_singular() -> None:
                 overlapped_s=1,
                 last_s=1,
             ),
-            "rank0 has a floor on forward",
+            "rank 0 has a floor on forward",
         ),
         (
             Cluster(

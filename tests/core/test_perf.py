@@ -114,7 +114,7 @@ def test_a_rank_that_leaves_takes_its_curves_bounds_and_name_along() -> None:
 
 def test_the_last_rank_cannot_leave() -> None:
     alone = trio().without(0).without(0)
-    with pytest.raises(InvalidInputError, match="'rank2' is the only rank"):
+    with pytest.raises(InvalidInputError, match="'rank 2' is the only rank"):
         alone.without(0)
 
 

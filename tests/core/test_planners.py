@@ -207,6 +207,16 @@ def test_adaptdls_model_is_recovered_from_its_own_times() -> None:
         assert replica_times(fit, local) == pytest.approx(replica_times(truth, local), rel=0.02)
 
 
+@pytest.mark.parametrize("grad_s", [(0.020, 0.030), (0.030, 0.020)])
+def test_adaptdls_model_stays_near_what_was_measured_where_noise_tilts_its_line(grad_s: tuple[float, float]) -> None:
+    """As a short last batch does beside the others: a fixed or a sample's time would come out below 0."""
+    local, measured_s = np.array([15.0, 16.0]), np.array(grad_s)
+    alpha, beta, *_ = fit_replicas(local, measured_s, measured_s + 0.001)
+    assert alpha + beta * local == pytest.approx([0.024, 0.024], rel=0.1)
+    assert alpha >= 0.0
+    assert beta >= 0.0
+
+
 def test_adaptdl_with_one_batch_seen_takes_half_the_compute_time_as_fixed() -> None:
     alpha, beta, *_ = fit_replicas(np.array([16.0]), np.array([0.010]), np.array([0.012]))
     assert alpha == pytest.approx(0.005)
@@ -250,7 +260,7 @@ def test_the_paper_never_hands_out_negative_batches() -> None:
     )
     training = started("paper", Job(num_ranks=3, batch_size=64, num_samples=640), 9)
     plan = training.run(cluster, 60, noise=0.0, outliers=0.0)
-    assert "rank1 would get -155.96 samples" in plan.reason
+    assert "rank 1 would get -155.96 samples" in plan.reason
     assert min(plan.local_batches) >= 1
     assert plan.total_batch == pytest.approx(64, abs=1)
 

@@ -200,6 +200,11 @@ def test_the_reason_names_the_rank_that_finishes_last() -> None:
     assert split.reason == "slow finishes last with 20 samples (min_batch)"
 
 
+def test_a_rank_without_a_name_is_called_by_its_number() -> None:
+    assert optimal_split(pair(max_batch=[20, 1]), 20).reason == "rank 0 finishes last with 19 samples (compute)"
+    assert optimal_split(pair(max_batch=[100, 1], min_batch=[1, 1]), 2).reason.endswith("with 1 sample (min_batch)")
+
+
 def test_a_rank_whose_fixed_cost_exceeds_the_step_is_better_left_out() -> None:
     cluster = pair(forward=Curve(fixed_s=[1.0, 50.0], per_sample_s=[0.25, 0.5]))
     dropped = fewer_ranks(cluster, 30)

@@ -128,6 +128,7 @@ def test_what_gloo_reaches_is_said_to_be_loopback():
     bad = diagnose(replace(LAPTOP, loopback=LoopbackFacts(problem="no answer within 20 s")))
     assert find(bad, "gloo").level == "warning"
     assert bad.possible
+    assert "two processes of this host did not all-reduce over gloo" in bad.summary, "which a busy machine does as well"
 
 
 # Launch

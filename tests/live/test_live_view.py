@@ -51,7 +51,7 @@ def test_it_says_what_the_ranks_do_and_what_the_plan_is():
         "96 (80 to 120) · learning rate ×1.25",
         "rank 1 (slow gpu): 4.5 ms/sample, 5.4× rank 0",
         "accuracy 0.931",
-        "rank1 finishes last with 8 samples (compute)",
+        "rank 1 finishes last with 8 samples (compute)",
         "rank 1 takes 1.60 times",
     ):
         assert words in text

@@ -271,7 +271,7 @@ def test_where_a_folder_of_runs_is_given_one_of_them_is_named(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "runlog.jsonl").touch()
     first = re.escape(str(tmp_path / "a"))
-    with pytest.raises(RunLogError, match=f"cannot be read.*; a run is in {first}: give that$"):
+    with pytest.raises(RunLogError, match=f"has no run log itself: give a run in it, such as {first}$"):
         read_runlog(tmp_path)
 
 

@@ -142,7 +142,7 @@ def test_bounds_are_one_pair_or_one_a_rank_and_a_side_may_be_open():
 
 def test_batch_norm_asks_for_two_samples_a_rank():
     assert make_job(num_ranks=2, batch_size=4, has_batch_norm=True).min_local == (2, 2)
-    with pytest.raises(InvalidInputError, match="BatchNorm"):
+    with pytest.raises(InvalidInputError, match="below 4: it is the total over all ranks, and the model has BatchNorm"):
         make_job(num_ranks=2, batch_size=3, has_batch_norm=True)
 
 

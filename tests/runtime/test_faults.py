@@ -57,10 +57,14 @@ BAD_SETTINGS = {
     "a second loader of one model": (
         cases.second_loader_of_one_model,
         "InvalidInputError",
-        "has a loader already",
+        "has a loader already.*evaluate with a torch DataLoader",
     ),
     "a forward without a batch": (cases.forward_without_a_batch, "BatchMatchError", "no batch.*use_batch"),
-    "a forward without a loader": (cases.forward_without_a_loader, "BatchMatchError", "no batch.*use_batch"),
+    "a forward without a loader": (
+        cases.forward_without_a_loader,
+        "BatchMatchError",
+        r"no batch.*HeteroDataLoader\.like\(.*use_batch.*to evaluate, call model\.eval",
+    ),
     "the loader of another model": (
         cases.forward_with_the_loader_of_another_model,
         "BatchMatchError",
@@ -70,6 +74,11 @@ BAD_SETTINGS = {
         cases.forward_with_a_batch_of_another_size,
         "BatchMatchError",
         "forward got 5 samples.*handed out 3.*use_batch",
+    ),
+    "a DDP module in ours": (
+        cases.wrap_a_ddp_module,
+        "InvalidInputError",
+        "a DistributedDataParallel already.*the network itself.*attach",
     ),
     "attach where there is a hook": (
         cases.attach_to_a_module_with_a_hook,

@@ -106,7 +106,8 @@ def test_ranks_that_wait_while_another_stands_elsewhere_say_where_each_of_them_i
     )
     told = parted(0, 38.0, seen, 30.0, 1800.0)
     assert "ranks 0 and 2 wait in train.py:40 (main), rank 1 is in evaluate.py:12 (score)" in told
-    assert "have not left them for 31 s" in told
+    assert "at different lines of the script, which they have not left for 31 s" in told
+    assert "some ranks have called what all ranks must call, such as weighted_mean()" in told
     assert "limit of 1800 s" in told
     assert parted(1, 38.0, seen, 30.0, 1800.0) is None, "it does not wait"
 

@@ -86,7 +86,9 @@ def test_training_in_eval_mode_is_refused_since_its_gradient_is_not_weighted(tol
 def test_training_the_network_in_the_wrapped_model_is_refused_since_no_gradient_is_averaged(told):
     for answers in told:
         assert answers["network called itself"].kind == "BatchMatchError"
-        assert "model(x), not the network in it" in answers["network called itself"].text
+        text = answers["network called itself"].text
+        assert "no training forward of the wrapped model has taken the loader's batch" in text
+        assert "model(x), not the network in it" in text
 
 
 @pytest.mark.parametrize(

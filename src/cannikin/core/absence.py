@@ -173,10 +173,11 @@ def parted(rank: int, stuck_s: float, seen: Mapping[int, Sighting], patience_s: 
     told = [f"{_ranks(ranks)} {_verb(len(ranks), waits)} in {line}" for (line, waits), ranks in by_line.items()]
     more = [f"and others in {len(told) - _NAMED} more lines"] if len(told) > _NAMED else []
     return (
-        f"rank {rank} has been {seen[rank].place} for {stuck_s:.0f} s, as all ranks have, which are at different lines "
-        f"and have not left them for {still_s:.0f} s: {', '.join([*told[:_NAMED], *more])}. Where one of them does "
-        "what the others wait for, such as an evaluation or a checkpoint, all is well; else one of them hangs. The "
-        f"others go on waiting, up to the group's limit of {limit_s:.0f} s"
+        f"rank {rank} has been {seen[rank].place} for {stuck_s:.0f} s. So have all ranks, at different lines of the "
+        f"script, which they have not left for {still_s:.0f} s: {', '.join([*told[:_NAMED], *more])}. All is well "
+        "where one of them does what the others wait for, such as an evaluation or a checkpoint. Else one of them "
+        "hangs, or some ranks have called what all ranks must call, such as weighted_mean() or a barrier. Ranks go on "
+        f"waiting, up to the group's limit of {limit_s:.0f} s"
     )
 
 

@@ -185,7 +185,7 @@ class LearnedCluster:
             tails_s=self.tails_s,
             min_batch=[rank.min_batch for rank in self.ranks],
             max_batch=[rank.max_batch for rank in self.ranks],
-            names=[rank.device or f"rank{i}" for i, rank in enumerate(self.ranks)],
+            names=[rank.device or f"rank {i}" for i, rank in enumerate(self.ranks)],
             load=Curve(
                 fixed_s=np.concatenate([line.fixed_s for line in load]),
                 per_sample_s=np.concatenate([line.per_sample_s for line in load]),

@@ -174,8 +174,9 @@ def make_job(
             max_batch_size = min(max_batch_size, max(batch_size, num_samples))
     if has_batch_norm and local_bounds is None and sum(low) > batch_size:
         raise InvalidInputError(
-            f"batch_size={batch_size} is below {sum(low)}: the model has BatchNorm, so each of the {num_ranks} ranks "
-            "needs at least 2 samples; raise batch_size, or set local_bounds=(1, None) if the model can take 1"
+            f"batch_size={batch_size} is below {sum(low)}: it is the total over all ranks, and the model has "
+            f"BatchNorm, so each of the {num_ranks} ranks needs at least 2 samples; raise batch_size, or set "
+            "local_bounds=(1, None) if the model can take 1"
         )
     return Job(
         num_ranks=num_ranks,

@@ -22,6 +22,7 @@ from cannikin.core.perf import Cluster, Curve, step_time
 from cannikin.core.split import SplitSolver
 from cannikin.core.values import BoolArray, FloatArray, IntArray, Split
 from cannikin.errors import CannikinError
+from cannikin.words import counted
 
 _CLOSE = 1e-3  # relative: splits this near to the bound from below are not searched for better ones: times are noisier
 _ROUGH = 3e-3  # relative error that is good enough to compare total batches
@@ -283,7 +284,8 @@ class LayerSolver(SplitSolver):
         on_path_s = path[1 : n + 1] * before_s + path[n + 1 :] * backward_s
         step_s, slowest = step_time(cluster, batches), int(on_path_s.argmax())
         kinds = self._kinds(batches, before_s + backward_s, on_path_s, step_s)
-        waited = f"{cluster.names[slowest]} is waited for most with {batches[slowest]} samples ({kinds[slowest]})"
+        samples = counted(int(batches[slowest]), "sample")
+        waited = f"{cluster.names[slowest]} is waited for most with {samples} ({kinds[slowest]})"
         exposed = (path[0] - on_path_s.sum()) / max(path[0], 1e-300)
         return Split(
             local_batches=tuple(batches.tolist()),

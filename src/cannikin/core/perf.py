@@ -79,7 +79,7 @@ class Cluster:
         gammas: share of backward after which each bucket is ready, [n, J], or [J] for one share on all ranks.
         tails_s: C_j, seconds, [J], not increasing.
         min_batch, max_batch: bounds on each local batch, samples, [n]; 1 and no upper bound where left out.
-        names: one per rank, for people; `rank0`, `rank1`, ... where left out.
+        names: one per rank, for people; `rank 0`, `rank 1`, ... where left out.
         load: L_i, the time a rank's loader needs for a batch while the rank computes; no time where left out.
         layers: how ranks meet layer by layer, where they do: these, not the buckets, then decide the step's time.
     """
@@ -115,7 +115,7 @@ class Cluster:
         _check_buckets(shares, tails, n)
         low = _whole_per_rank("min_batch", [1] * n if min_batch is None else min_batch)
         high = _whole_per_rank("max_batch", [NO_MAX] * n if max_batch is None else max_batch)
-        labels = tuple(names) if names is not None else tuple(f"rank{i}" for i in range(n))
+        labels = tuple(names) if names is not None else tuple(f"rank {i}" for i in range(n))
         loading = Curve(fixed_s=np.zeros(n), per_sample_s=np.zeros(n)) if load is None else load
         _check_ranks(
             n,

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from cannikin.core.perf import Cluster
 from cannikin.core.values import FloatArray, IntArray, Split
 from cannikin.errors import InvalidInputError
+from cannikin.words import counted
 
 # Finish times whose relative difference is below this count as one: the search finds T up to rounding, and the batches
 # must not depend on the order in which the ranks were summed.
@@ -123,11 +124,12 @@ class SplitSolver:
         finish_s = self.finish_s(batches)
         slowest = int(finish_s.argmax())
         kinds = self._bottlenecks(batches, finish_s, reached_s)
+        samples = counted(int(batches[slowest]), "sample")
         return Split(
             local_batches=tuple(batches.tolist()),
             step_s=float(finish_s[slowest]),
             bottlenecks=kinds,
-            reason=f"{self.cluster.names[slowest]} finishes last with {batches[slowest]} samples ({kinds[slowest]})",
+            reason=f"{self.cluster.names[slowest]} finishes last with {samples} ({kinds[slowest]})",
         )
 
     def _events(self) -> tuple[FloatArray, FloatArray, FloatArray]:

@@ -208,7 +208,7 @@ def _loopback(facts: Facts) -> Iterator[Finding]:
             "gloo",
             f"two processes on this host did not all-reduce: {measured.problem}",
             "Try again on a quiet machine; if it stays, something forbids sockets on the loopback interface.",
-            limits="gloo does not work between processes of this host",
+            limits="two processes of this host did not all-reduce over gloo",
         )
         return
     yield _ok(

@@ -135,8 +135,9 @@ class RunLogReader:
         except (OSError, ValueError) as error:  # a null character in the path is a ValueError
             reason = getattr(error, "strerror", error)
             inside = run_inside(path)
-            advice = "give a run directory or its log" if inside is None else f"a run is in {inside}: give that"
-            raise RunLogError(f"{self.path}: cannot be read: {reason}; {advice}") from error
+            if inside is not None:
+                raise RunLogError(f"{path}: has no run log itself: give a run in it, such as {inside}") from error
+            raise RunLogError(f"{self.path}: cannot be read: {reason}; give a run directory or its log") from error
         self._closer = weakref.finalize(self, os.close, self._file)
         if not stat.S_ISREG(os.fstat(self._file).st_mode):
             self.close()

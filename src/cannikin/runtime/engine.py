@@ -202,7 +202,10 @@ class Engine:
         if self._follows:
             raise InvalidInputError("this model follows another (follows=): give the loader to that one")
         if self.loop.coordinator.is_bound:
-            raise InvalidInputError("this model has a loader already: give each model one HeteroDataLoader")
+            raise InvalidInputError(
+                "this model has a loader already: give each model one HeteroDataLoader, and evaluate with a torch "
+                "DataLoader"
+            )
         check_owner([rates.optimizer for rates in self._update.rates], self.loop)
         policy = policy_name(self.policy)
         choices = {"policy": policy, "weighting": self.weighting, "lr_rule": self.lr_rule, "lag": self.device.lag}

@@ -679,9 +679,9 @@ class Loop:
         step = self.step
         if step is None and self.queue and self._exchange.world_size > 1 and self._update.has_gradients(self._own):
             raise BatchMatchError(
-                f"optimizer.step() with gradients, and {len(self.queue)} batches of the loader that no training "
-                "forward of the wrapped model has taken: gradients are not averaged over ranks; call the model that "
-                "HeteroDataParallel or DistributedDataParallel made, model(x), not the network in it"
+                "optimizer.step() with gradients, but no training forward of the wrapped model has taken the loader's "
+                "batch: gradients are not averaged over ranks; call the model that HeteroDataParallel or "
+                "DistributedDataParallel made, model(x), not the network in it"
             )
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -62,6 +62,11 @@ class HeteroDataParallel(DistributedDataParallel):
 
     def __init__(self, module: torch.nn.Module, optimizer: OneOrMore, **options: Unpack[DdpOptions]) -> None:
         check_model(module, optimizer, options.get("policy"))
+        if isinstance(module, DistributedDataParallel):
+            raise InvalidInputError(
+                f"the module is a {type(module).__name__} already: give HeteroDataParallel the network itself, or keep "
+                "the DistributedDataParallel and call cannikin.attach(ddp, optimizer)"
+            )
         own = Options.__annotations__
         check_names("HeteroDataParallel", own, DistributedDataParallel, options)
         ensure_process_group(next(module.parameters()).device)

@@ -198,9 +198,10 @@ class BatchQueue:
         """Take the oldest batch out."""
         if not self._entries:
             raise BatchMatchError(
-                "no batch was handed out for this forward pass: iterate over this model's own HeteroDataLoader, or "
-                "draw by `for local, total in model.batches(...)`; for another forward and backward on the batch "
-                "before, call model.use_batch() first"
+                "no batch was handed out for this forward pass: iterate over this model's own HeteroDataLoader "
+                "(HeteroDataLoader.like(loader, model=model) makes one of a DataLoader), or draw by `for local, total "
+                "in model.batches(...)`; for another forward and backward on the batch before, call model.use_batch() "
+                "first; to evaluate, call model.eval() first"
             )
         entry = self._entries.popleft()
         self._num_ahead = len(self._entries)

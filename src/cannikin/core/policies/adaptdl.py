@@ -152,6 +152,10 @@ def fit_replicas(local_batch: FloatArray, grad_s: FloatArray, step_s: FloatArray
     else:
         rows = np.stack([np.ones_like(local_batch), local_batch], axis=1) / grad_s[:, None]
         solution, *_ = np.linalg.lstsq(rows, np.ones_like(local_batch), rcond=None)
+        if solution.min() < 0:  # batches next to each other, and noise: the better line with one of both alone
+            alone = rows.sum(axis=0) / (rows**2).sum(axis=0)
+            worse = ((rows * alone - 1) ** 2).sum(axis=0).argmax()
+            solution = np.where(np.arange(2) == worse, 0.0, alone)
         alpha, beta = (max(float(value), 1e-8) for value in solution)
     best, best_loss = (alpha, beta, 1e-8, 1.0), np.inf
     for power in np.linspace(1.0, 10.0, 19):
