@@ -133,8 +133,8 @@ class Checkpointed(nn.Module):
 
 
 def nested() -> nn.Module:
-    """A network that is under plain DDP already."""
-    return DistributedDataParallel(mlp())
+    """A network of which a part is under plain DDP already."""
+    return nn.Sequential(DistributedDataParallel(mlp()))
 
 
 class Complex(nn.Module):
