@@ -221,9 +221,9 @@ def judge(machine: WavyMachine, job: Job, seed: int) -> dict[str, float]:
     simulation.run(max_steps=100)
     row: dict[str, float] = {}
     for factor in (1.3, 2.0):
-        split = controller.split_for(round(factor * total))
-        assert split is not None
-        row[f"x{factor:g}"] = truth.excess(split.local_batches) if split.feasible else np.inf
+        batches = controller.batches_for(round(factor * total))
+        assert batches is not None
+        row[f"x{factor:g}"] = truth.excess(batches)
     run = simulation.run(max_steps=STEPS)
     row |= {f"at{step}": truth.excess(in_force(run, step)) for step in (30, 60, 299)}
     row["changes"] = changes(run, 60, STEPS)

@@ -144,9 +144,9 @@ def _after_a_change(machine: Machine, whole: Job, job: Job, seed: int) -> dict[s
     row = {"lb-bsp after a change": _expected(machine, moved)}
     _, controller = _settle(machine, old, "cannikin", seed)
     assert isinstance(controller, Controller)
-    split = controller.split_for(total)
-    if split is not None and split.feasible:
-        row["cannikin after a change"] = _expected(machine, np.array(split.local_batches))
+    batches = controller.batches_for(total)
+    assert batches is not None
+    row["cannikin after a change"] = _expected(machine, np.array(batches))
     return row
 
 

@@ -12,6 +12,7 @@ import pytest
 from clusters import excess
 
 from benchmarks.synthetic import Training, measure, random_cluster, slowed
+from cannikin.core.learner import Learner
 from cannikin.core.perf import Cluster, Curve, even_speed, step_time
 from cannikin.core.policies.cannikin import Controller
 from cannikin.core.split import optimal_split
@@ -169,9 +170,9 @@ def test_right_after_a_change_of_the_total_ranks_of_one_kind_are_not_taken_for_u
         job = Job(num_ranks=16, batch_size=16 * 64)
         controller = Controller(job)
         Training(controller, job, np.random.default_rng(seed), delay=4).run(cluster, 200, noise=0.03)
-        split = controller.split_for(round(1.8 * 16 * 64))
-        assert split is not None
-        excesses.append(excess(cluster, split.local_batches))
+        batches = controller.batches_for(round(1.8 * 16 * 64))
+        assert batches is not None
+        excesses.append(excess(cluster, batches))
     assert max(excesses) < 0.05
 
 
@@ -258,15 +259,23 @@ def test_the_total_leaps_only_as_far_as_doubling_could_lose_without_noise() -> N
         assert max(leaps, default=0.0) > 0.9 * most or trace == 1.0
 
 
-def test_a_leap_keeps_the_ranks_shares_until_its_total_has_been_measured() -> None:
-    training = started(Job(num_ranks=3, batch_size=96, max_batch_size=4096), 11)
-    training.run(cluster_of([1.0, 0.5, 0.25], overlapped_s=1.0), 100, noise=0.0, outliers=0.0, sqnorms=(1.0, 1e6))
-    pairs = [(a, b) for a, b in itertools.pairwise(training.plans) if b.total_batch > 2 * a.total_batch]
-    assert pairs
-    for before, after in pairs:
-        shares = [np.array(plan.local_batches) / plan.total_batch for plan in (before, after)]
-        assert shares[1] == pytest.approx(shares[0], abs=0.02)
-        assert "shares as before, until this total has been measured" in after.reason
+def test_a_leap_keeps_the_ranks_shares_while_not_every_line_is_known_and_is_split_by_the_model_then() -> None:
+    job = Job(num_ranks=3, batch_size=96, max_batch_size=4096)
+    kept, split = [], []
+    for speeds in ([1.0, 1.0, 1.0], [1.0, 0.5, 0.25]):  # equal ranks have run one size before their first leap
+        cluster, training = cluster_of(speeds, overlapped_s=0.01), started(job, 11)
+        training.run(cluster, 100, noise=0.0, outliers=0.0, sqnorms=(1.0, 1e6))
+        for before, after in itertools.pairwise(training.plans):
+            if after.total_batch > 2 * before.total_batch:
+                shares = [np.array(plan.local_batches) / plan.total_batch for plan in (before, after)]
+                if "shares as before, until this total has been measured" in after.reason:
+                    kept.append(np.abs(shares[1] - shares[0]).max())
+                else:
+                    split.append(excess(cluster, after.local_batches))
+    assert kept
+    assert max(kept) < 0.02
+    assert split
+    assert max(split) < 0.05
 
 
 def test_where_no_rank_has_run_two_sizes_a_larger_total_is_tried() -> None:
@@ -303,13 +312,13 @@ def test_in_the_first_seventy_steps_the_total_hardly_ever_grows_beyond_what_is_b
     job, phi, ends = Job(num_ranks=2, batch_size=12, max_batch_size=768), 100.0, []
     totals = np.arange(12, 769)
     goodput = [b / optimal_split(cluster, int(b)).step_s / (phi + b) for b in totals]
-    for seed in range(40):
+    for seed in range(80):
         training = Training(Controller(job), job, np.random.default_rng(seed), delay=4)
         train_by_gradients(training, cluster, phi, 70, noise=0.01)
         ends.append(training.plans[-1].total_batch)
     best = totals[np.argmax(goodput)]
     assert np.median(ends) > 48, "it grows"
-    assert sum(end > 1.05 * best for end in ends) <= 3, (best, ends)
+    assert sum(end > 1.05 * best for end in ends) <= 6, (best, ends)
     assert max(ends) <= 1.3 * best
 
 
@@ -526,7 +535,7 @@ def test_steady_clusters_rarely_raise_an_alarm() -> None:
     assert alarms <= 8
 
 
-def test_a_rank_is_never_given_more_than_twice_the_batch_it_was_measured_at_but_by_a_leap_of_all() -> None:
+def test_a_rank_s_batch_grows_by_twice_what_it_was_measured_at_at_most_or_half_as_much_again_as_the_total() -> None:
     # A flat cluster promises that samples cost nothing: only the measured range keeps the batch in bounds.
     flat = Cluster.two_point(
         forward=Curve(fixed_s=[0.010, 0.010], per_sample_s=[0.0, 1e-3]),
@@ -540,7 +549,7 @@ def test_a_rank_is_never_given_more_than_twice_the_batch_it_was_measured_at_but_
     largest = training.plans[0].local_batches[0]
     for before, plan in itertools.pairwise(training.plans):
         leap = plan.total_batch / before.total_batch
-        assert plan.local_batches[0] <= max(2 * largest + 1, leap * before.local_batches[0] + 1)
+        assert plan.local_batches[0] <= max(2.0, 1.5 * leap if leap > 1 else 0.0) * largest + 1
         assert leap <= 8
         largest = max(largest, plan.local_batches[0])
 
@@ -579,18 +588,29 @@ def test_a_damaged_state_is_refused_as_such(state: dict[str, Any]) -> None:
         Controller(Job(num_ranks=2, batch_size=32)).load_state_dict(state)
 
 
-def test_the_split_of_another_total_batch_comes_from_the_same_model_within_what_was_measured() -> None:
+def test_another_total_batch_begins_with_a_split_by_the_same_model() -> None:
     cluster = cluster_of([1.0, 2.0, 4.0])
     job = Job(num_ranks=3, batch_size=70)
     controller = Controller(job)
-    assert controller.split_for(80) is None
+    assert controller.batches_for(80) is None
     Training(controller, job, np.random.default_rng(0)).run(cluster, 60, noise=0.01, outliers=0.0)
-    split = controller.split_for(90)
-    assert split is not None
-    assert step_time(cluster, split.local_batches) <= 1.03 * optimal_split(cluster, 90).step_s
-    beyond = controller.split_for(7000)
-    assert beyond is not None
-    assert not beyond.feasible
+    for total_batch, limit in ((60, 0.03), (90, 0.03), (560, 0.10)):
+        batches = controller.batches_for(total_batch)
+        assert batches is not None
+        assert sum(batches) == total_batch
+        assert excess(cluster, batches) < limit
+
+
+def test_beyond_what_was_measured_times_are_taken_to_bend_upwards() -> None:
+    cluster, learner = cluster_of([1.0, 0.5]), Learner(2)
+    splits = [(40, 20)] * 4 + [(80, 10)] * 4
+    learner.observe(measure(cluster, splits, np.random.default_rng(0), noise=0.001, outliers=0.0))
+    model, (_, largest) = learner.model(np.array([1, 1]), np.array([1000, 1000])), learner.batch_range()
+    assert largest.tolist() == [80, 20]
+    for batches, is_longer in (((80, 20), (False, False)), ((60, 10), (False, False)), ((160, 20), (True, False))):
+        ours, plain = (curves.forward.at(batches) for curves in (model.beyond(largest, batches), model.near(batches)))
+        assert (ours > 1.001 * plain).tolist() == list(is_longer)
+        assert (ours < 1.3 * plain).all()
 
 
 def test_local_batches_that_are_set_are_called_so_and_stay() -> None:

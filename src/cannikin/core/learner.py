@@ -30,7 +30,7 @@ from cannikin.core.fit import (
 )
 from cannikin.core.layers import LayerHistory
 from cannikin.core.loading import LoadHistory
-from cannikin.core.perf import Cluster, rescaled_tails, step_time
+from cannikin.core.perf import Cluster, Curve, rescaled_tails, step_time
 from cannikin.core.planner import SpeedChange
 from cannikin.core.saved import LONG_S, number, table, whole
 from cannikin.core.values import BoolArray, FloatArray, IntArray, StepWindow
@@ -39,6 +39,7 @@ from cannikin.errors import StateError
 # Times are extrapolated only so far from what was measured:
 TRUST = 2.0  # a rank gets at most this times the largest batch it was measured at,
 TRUST_DOWN = 8.0  # and at least the smallest one divided by this.
+_BENDS = 0.25  # share of the fixed time that grows with the batch beyond the largest one that was measured
 # A process's first steps are slow, since libraries are loaded and memory is found: on an H200 the first five take up to
 # 2.5 times as long, the next five 1.3 times. They say how ranks compare until others do, and then next to nothing.
 _YOUNG_STEPS, _YOUNG_WEIGHTS = (5, 10), (0.002, 0.06, 1.0)
@@ -75,6 +76,27 @@ class ModelFit:
         assert self.cluster is not None
         forward, backward = (fit.near(local_batches) for fit in self.fits)
         return replace(self.cluster, forward=forward, backward=backward)
+
+    def beyond(self, largest: FloatArray, local_batches: Sequence[float]) -> Cluster:
+        """Return the cluster near these batches, with steeper curves where they exceed the largest that a rank has run.
+
+        Times bend upwards, and a line that was fitted below the bend is too low beyond it: a split by such lines loads
+        the very ranks whose times will be longer than promised. So there a part of the fixed time grows with the batch,
+        and the line turns about the time at the largest batch.
+        """
+        cluster, is_beyond = self.near(local_batches), np.asarray(local_batches) > largest
+        curves = []
+        for curve in (cluster.forward, cluster.backward):
+            share = np.where(is_beyond, _BENDS, 0.0)
+            slope_s = curve.at(largest) / np.maximum(largest, 1.0)
+            curves.append(
+                Curve(
+                    fixed_s=(1 - share) * curve.fixed_s,
+                    per_sample_s=(1 - share) * curve.per_sample_s + share * slope_s,
+                    floor_s=curve.floor_s,
+                )
+            )
+        return replace(cluster, forward=curves[0], backward=curves[1])
 
     def step_s(self, local_batches: tuple[int, ...]) -> float:
         """Return the step time of a split by what is known near its own batches, seconds."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,7 @@ _WORTH, _STAY = 0.005, 0.25
 _LEAST_LIFE, _STEADY_LIFE, _RISK = 100, 300, 1.0
 # A split may be this much slower than the best where that changes fewer batches, or makes them multiples of these.
 _FREE, _UNITS = 0.003, (8, 4, 2, 1)
+_LEEWAY = 1.5  # where all curves are known, a rank's batch may grow by this times the growth of the total
 _ROUNDS = 3  # solutions of one model, each with the curves near the batches of the one before
 _FIRST = 0.01  # a first plan is even only where that loses no more than this, however little is known
 _MANY_SIZES = 8  # compilers that make a program for each size keep about so many
@@ -156,10 +158,15 @@ class Controller:
         reason = f"first split by the devices' data sheets, speed as far as memory allows: {told} of the samples"
         return plans.make_plan(0, batches, reason=reason)
 
-    def split_for(self, total_batch: int) -> Split | None:
-        """Return the best split of another total batch by what has been learned so far; None while nothing has."""
+    def batches_for(self, total_batch: int) -> tuple[int, ...] | None:
+        """Return the local batches with which another total would begin; None while nothing has been learned."""
         model = self.model()
-        return None if model.cluster is None else self._best(model, total_batch)
+        if model.cluster is None:
+            return None
+        split, growth = self._best(model, total_batch), total_batch / self._plan.total_batch
+        if split.feasible and _is_in_reach(model, growth):
+            return split.local_batches
+        return self._shares_as_before(self._job, total_batch)
 
     def model(self) -> ModelFit:
         """Return the performance model as far as it is known, within the job's own bounds."""
@@ -213,7 +220,7 @@ class Controller:
             return None
         total_batch, choice, why = self._total(step, model.cluster, job, in_force, is_measured)
         split, growth = self._best(model, total_batch), total_batch / self._plan.total_batch
-        if growth > 1 and (growth > TRUST or not split.feasible):
+        if growth > 1 and not (split.feasible and _is_in_reach(model, growth)):
             self._grow(step, model, job, total_batch, why)
             return choice
         if not split.feasible:
@@ -228,14 +235,20 @@ class Controller:
     def _best(self, model: ModelFit, total_batch: int, *, is_first: bool = False) -> Split:
         """Return the best split of a total batch, each rank's curve taken near the batch that the split gives it.
 
-        Of splits that cost the same it is the one closest to the present plan. `is_first` is for first plans: their
-        total must be held, however far it is from what was measured, and no step has run the present one.
+        Of splits that cost the same it is the one closest to the present plan. Where the total grows, curves rise more
+        steeply beyond what was measured. `is_first` is for first plans: their total must be held, however far it is
+        from what was measured, and no step has run the present one.
         """
         now = self._plan
-        near: tuple[float, ...] = tuple(batch * total_batch / now.total_batch for batch in now.local_batches)
+        growth = total_batch / now.total_batch
+        near: tuple[float, ...] = tuple(batch * growth for batch in now.local_batches)
+        curves, trust = model.near, TRUST
+        if growth > 1 and not is_first:
+            curves = partial(model.beyond, self._learner.batch_range()[1])
+            trust = max(TRUST, _LEEWAY * growth) if model.known.all() else TRUST
         tried: list[tuple[float, Split]] = []
         for _ in range(_ROUNDS):
-            solver = self._solver(model.near(near), total_batch if is_first else None)
+            solver = self._solver(curves(near), total_batch if is_first else None, trust)
             split = solver.split(total_batch)
             if not split.feasible:
                 return split
@@ -243,14 +256,14 @@ class Controller:
             wanted = now.local_batches if has_run else split.local_batches
             rounded = (solver.near(wanted, split.step_s * (1 + _FREE), unit) for unit in _UNITS)
             best = next((each for each in rounded if each is not None), split)
-            tried.append((model.step_s(best.local_batches), best))
+            tried.append((step_time(curves(best.local_batches), best.local_batches), best))
             if split.local_batches == near:
                 break
             near = split.local_batches
         return min(tried, key=lambda pair: pair[0])[1]
 
-    def _solver(self, cluster: Cluster, total_batch: int | None = None) -> SplitSolver:
-        """Return the solver for this model, within reach of the batches that were measured.
+    def _solver(self, cluster: Cluster, total_batch: int | None = None, trust: float = TRUST) -> SplitSolver:
+        """Return the solver for this model, within reach of the batches that were measured: up to `trust` times them.
 
         Where a total batch is given, these are first made larger or smaller in proportion, until they can hold it.
         """
@@ -259,7 +272,7 @@ class Controller:
             smallest = smallest * min(1.0, total_batch / smallest.sum())
             largest = largest * max(1.0, total_batch / largest.sum())
         least = np.maximum(cluster.min_batch, np.floor(smallest / TRUST_DOWN).astype(np.int64))
-        most = np.minimum(cluster.max_batch, np.ceil(TRUST * largest).astype(np.int64))
+        most = np.minimum(cluster.max_batch, np.ceil(trust * largest).astype(np.int64))
         return solver_for(replace(cluster, min_batch=np.minimum(least, most), max_batch=np.maximum(most, least)))
 
     def _guess(self, step: int, cluster: Cluster) -> bool:
@@ -283,13 +296,18 @@ class Controller:
 
     def _grow(self, step: int, model: ModelFit, job: Job, total_batch: int, why: list[str]) -> None:
         """Plan for a total that is too far from what was measured for its own best split: each rank's share stays."""
-        now, batches = self._plan, plans.even_batches(job, total_batch)
-        if now.local_batches != plans.even_batches(job, now.total_batch):
-            batches = plans.inverse_batches(job, total_batch, 1.0 / np.array(now.local_batches))
+        batches = self._shares_as_before(job, total_batch)
         predicted_s = model.step_s(batches) * float(np.exp(self._excess))
         reason = "; ".join(["shares as before, until this total has been measured", *why])
         self._plan = plans.make_plan(step, batches, reason=reason, predicted_step_s=predicted_s)
         self._steady_since = step
+
+    def _shares_as_before(self, job: Job, total_batch: int) -> tuple[int, ...]:
+        """Return the local batches of another total of which each rank has the share that it has now."""
+        now = self._plan
+        if now.local_batches == plans.even_batches(job, now.total_batch):
+            return plans.even_batches(job, total_batch)
+        return plans.inverse_batches(job, total_batch, 1.0 / np.array(now.local_batches))
 
     def _settle(
         self, step: int, model: ModelFit, job: Job, best: Split, why: list[str], *, is_first: bool = False
@@ -493,6 +511,11 @@ class Controller:
         split = None if model.cluster is None else self._best(model, total, is_first=True)
         if split is not None and split.feasible:
             self._settle(0, model, job, split, [told + unknown], is_first=True)
+
+
+def _is_in_reach(model: ModelFit, growth: float) -> bool:
+    """Return whether the model may split a total that grows by this factor: by a large one only if it is known."""
+    return growth <= TRUST or bool(model.known.all())
 
 
 def _saved_plan(state: dict[str, Any]) -> tuple[Plan, str, SizeHistory]:
