@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+
+import numpy as np
 import pytest
 import resuming_cases
 from ranks import run_ranks
 from resuming_cases import TOTAL
+
+from benchmarks.synthetic import Training
+from cannikin.core.perf import Cluster, Curve
+from cannikin.core.policies.cannikin import Controller
+from cannikin.core.values import Job
+from cannikin.errors import StateError
+from cannikin.runlog import RankInfo
+from cannikin.runtime.engine_state import departed_devices, device_id, restore_planner
 
 
 @pytest.fixture(scope="module")
@@ -67,3 +79,62 @@ def test_devices_that_the_state_does_not_know_begin_alike_or_with_stored_profile
     for name in ("other devices, profiles", "other devices, profiles, loaded late"):
         slow, fast = two[0][name].local_batches
         assert fast > 2 * slow
+
+
+# What a saved state knows of devices that have gone.
+
+FAST, SLOW = (RankInfo(host=host, device="A100", uuid=f"GPU-{host}") for host in "ab")
+
+
+def first_batches(planner):
+    return planner.decide(None, Job(num_ranks=1, batch_size=1), 0).plan.local_batches
+
+
+def saved(planner, ranks, departed):
+    """What an engine saves that is needed here, once through a file."""
+    devices = [asdict(device_id(rank)) for rank in ranks]
+    return json.loads(
+        json.dumps({"planner": planner.state_dict(), "devices": devices, "departed": departed, "saved_s": 100.0})
+    )
+
+
+def resumed(state, ranks):
+    """The planner that begins with a state on these ranks, and what the next state remembers."""
+    planner = Controller(Job(num_ranks=len(ranks), batch_size=40))
+    departed = departed_devices(planner, state, ranks)
+    restore_planner(planner, state, ranks, None)
+    return planner, departed
+
+
+@pytest.fixture(scope="module")
+def trained():
+    job = Job(num_ranks=2, batch_size=40)
+    planner = Controller(job)
+    curve = Curve(fixed_s=[1e-4, 4e-4], per_sample_s=[1e-3, 4e-3])
+    cluster = Cluster(forward=curve, backward=curve, gammas=[1.0], tails_s=[1e-4])
+    Training(planner, job, np.random.default_rng(0)).run(cluster, 60, noise=0.0)
+    return planner
+
+
+def test_a_rank_that_leaves_and_returns_has_its_share_though_one_of_the_same_name_stayed(trained):
+    alone, departed = resumed(saved(trained, [FAST, SLOW], []), [FAST])
+    again, left = resumed(saved(alone, [FAST], departed), [FAST, SLOW])
+    assert first_batches(again) == first_batches(trained) == (32, 8)
+    assert left == []
+
+
+def test_a_state_that_remembers_departed_devices_by_name_as_older_ones_do_still_loads(trained):
+    alone, [profile] = resumed(saved(trained, [FAST, SLOW], []), [FAST])
+    name = profile.pop("device")
+    older = saved(alone, [FAST], {name: profile})
+    again, left = resumed(older, [FAST, SLOW])
+    assert first_batches(again) == (32, 8)
+    assert left == []
+    _, left = resumed(older, [FAST])
+    assert left == [{**profile, "device": "A100"}]
+
+
+@pytest.mark.parametrize("departed", [None, 5, "A100", [5], [{}], {"A100": None}, [{"device": "A100"}]])
+def test_a_state_whose_departed_devices_are_damaged_is_refused(trained, departed):
+    with pytest.raises(StateError):
+        resumed(saved(trained, [FAST, SLOW], departed), [FAST])

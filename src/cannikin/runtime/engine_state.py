@@ -59,15 +59,14 @@ def restore_planner(
     if not isinstance(planner, Controller):
         planner.load_state_dict(state["planner"])
         return
-    stored = profiles or [None] * len(ranks)
     with plans.restoring("controller"):
-        departed = state["departed"]
         origins = find_origins(
             state["planner"],
             _devices_of(state),
             [device_id(rank) for rank in ranks],
-            [departed.get(rank.device) if found is None else found for rank, found in zip(ranks, stored, strict=True)],
+            profiles or [None] * len(ranks),
             saved_s=float(state["saved_s"]),
+            departed=_departed_of(state),
         )
     planner.load_state_dict(state["planner"], origins)
 
@@ -76,13 +75,20 @@ def _devices_of(state: dict[str, Any]) -> list[DeviceId]:
     return [DeviceId(**saved) for saved in state["devices"]]
 
 
-def departed_devices(planner: Planner, state: dict[str, Any], ranks: Sequence[RankInfo]) -> dict[str, Profile]:
-    """Return what a saved state knows of devices that no rank has now, by name; nothing for planners of others."""
+def _departed_of(state: dict[str, Any]) -> list[Profile]:
+    departed: dict[str, Profile] | list[Profile] = state["departed"]
+    if isinstance(departed, dict):  # older states have one by name
+        return [{**profile, "device": name} for name, profile in departed.items()]
+    return departed
+
+
+def departed_devices(planner: Planner, state: dict[str, Any], ranks: Sequence[RankInfo]) -> list[Profile]:
+    """Return what a saved state knows of devices that no rank has now; nothing for planners of others."""
     if not isinstance(planner, Controller):
-        return {}
+        return []
     with plans.restoring("controller"):
         present, saved_s = [device_id(rank) for rank in ranks], float(state["saved_s"])
-        return find_departed(state["planner"], _devices_of(state), present, state["departed"], saved_s=saved_s)
+        return find_departed(state["planner"], _devices_of(state), present, _departed_of(state), saved_s=saved_s)
 
 
 @dataclass(frozen=True, kw_only=True)
