@@ -13,11 +13,12 @@ from resuming_cases import TOTAL
 
 from benchmarks.synthetic import Training
 from cannikin.core.perf import Cluster, Curve
+from cannikin.core.policies import make_planner
 from cannikin.core.policies.cannikin import Controller
 from cannikin.core.values import Job
-from cannikin.errors import StateError
+from cannikin.errors import InvalidInputError, StateError
 from cannikin.runlog import RankInfo
-from cannikin.runtime.engine_state import departed_devices, device_id, restore_planner
+from cannikin.runtime.engine_state import departed_devices, device_id, restore_planner, why_afresh
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +133,21 @@ def test_a_state_that_remembers_departed_devices_by_name_as_older_ones_do_still_
     assert left == []
     _, left = resumed(older, [FAST])
     assert left == [{**profile, "device": "A100"}]
+
+
+def test_one_rank_is_spoken_of_in_the_singular(trained):
+    """In what a resumed run says of the number of ranks, wherever that can be one."""
+    job = Job(num_ranks=1, batch_size=8)
+    of_one = {"policy": "lb-bsp", "planner": make_planner("lb-bsp", job).state_dict()}
+    assert why_afresh("lb-bsp", of_one, 2).startswith("on 1 rank, and policy='lb-bsp' has no use on 2 ")
+    with pytest.raises(StateError, match="saved plan is for 1 rank, this job has 2"):
+        make_planner("lb-bsp", Job(num_ranks=2, batch_size=8)).load_state_dict(of_one["planner"])
+    alone, _ = resumed(saved(trained, [FAST, SLOW], []), [FAST])
+    assert "resumed with 1 rank after 2" in alone.decide(None, job, 0).plan.reason
+    with pytest.raises(StateError, match="names 1 device of 2 ranks"):
+        resumed(saved(trained, [FAST], []), [FAST])
+    with pytest.raises(InvalidInputError, match="batch_size=9 is outside what the 1 rank can hold, 1 to 8"):
+        Job(num_ranks=1, batch_size=9, max_local=8)
 
 
 @pytest.mark.parametrize("departed", [None, 5, "A100", [5], [{}], {"A100": None}, [{"device": "A100"}]])

@@ -19,6 +19,7 @@ from cannikin.core.prior import DataSheet, first_shares
 from cannikin.core.profiles import Profile, save_profiles
 from cannikin.core.values import NO_MAX
 from cannikin.errors import StateError
+from cannikin.words import counted
 
 Origin = int | Profile | None
 """What is known of a rank's device: it was the saved rank of this number, or it has this profile, or nothing is."""
@@ -165,7 +166,8 @@ def _profiles_of(state: dict[str, Any], saved: Sequence[DeviceId]) -> list[Profi
     """Return what the saved state of a `Controller` knows of each rank's device."""
     learner = Learner(len(state["plan"]["local_batches"]))
     if len(saved) != learner.num_ranks:
-        raise StateError(f"the state names {len(saved)} devices of {learner.num_ranks} ranks: it is damaged")
+        devices, ranks = counted(len(saved), "device"), counted(learner.num_ranks, "rank")
+        raise StateError(f"the state names {devices} of {ranks}: it is damaged")
     learner.load_state_dict(state["learner"])
     return save_profiles(learner, np.full(learner.num_ranks, NO_MAX))
 

@@ -17,6 +17,7 @@ from cannikin.core.saved import number, whole
 from cannikin.core.values import Job
 from cannikin.errors import StateError
 from cannikin.runlog import RankInfo
+from cannikin.words import counted
 
 
 def saved_policy(policy: str | Planner) -> str:
@@ -35,7 +36,8 @@ def why_afresh(policy: str | Planner, state: dict[str, Any], num_ranks: int) -> 
         with plans.restoring("planner"):
             num_saved = len(plan["local_batches"])
         if num_saved != num_ranks:
-            return f"on {num_saved} ranks, and policy={own!r} has no use on {num_ranks} for what it learned there"
+            there = counted(num_saved, "rank")
+            return f"on {there}, and policy={own!r} has no use on {num_ranks} for what it learned there"
     return ""
 
 
