@@ -82,6 +82,15 @@ def test_devices_that_the_state_does_not_know_begin_alike_or_with_stored_profile
         assert fast > 2 * slow
 
 
+@pytest.mark.parametrize("kind", ["StepLR", "LambdaLR"])
+def test_a_learning_rate_is_the_saved_one_until_it_is_changed_after_the_snapshot_is_loaded(tmp_path, kind):
+    """As docs/hosts.md says; the scheduler halves the rate after each step."""
+    ((first, second, third),) = run_ranks(resuming_cases.rates_of_three_starts, 1, str(tmp_path), kind)
+    assert first == pytest.approx([0.1, 0.05])
+    assert second == pytest.approx([0.025, 0.0125]), "not the 0.03 that the script says now"
+    assert third == pytest.approx([0.1 * 0.00625, 0.1 * 0.003125])
+
+
 # What a saved state knows of devices that have gone.
 
 FAST, SLOW = (RankInfo(host=host, device="A100", uuid=f"GPU-{host}") for host in "ab")
