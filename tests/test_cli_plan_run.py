@@ -262,6 +262,53 @@ def test_what_cannot_be_asked_is_one_sentence(run, options, why):
     assert why in refusal(run, *options)
 
 
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """A profile store with one device that is damaged, beside one that is whole and one that the run has."""
+    pytest.importorskip("torch")
+    whole = {"batches": [10.0, 40.0], "forward_s": [0.007, 0.013], "backward_s": [0.007, 0.013], "steps": [9.0, 9.0]}
+    whole |= {"noise": 0.01, "shared": None}
+    damaged = whole | {"forward_s": [1e-300, 1.0]}
+    known = {"NVIDIA H100": whole, "NVIDIA L40": damaged, "Tesla T4": damaged}
+    path = tmp_path / "profiles.json"
+    path.write_text(json.dumps({"format": "cannikin-profiles", "version": 1, "models": {"Net-1": known}}))
+    return path
+
+
+def test_a_damaged_profile_of_a_store_is_left_out_of_the_usual_choices_with_one_line(run, store):
+    result = plan(run, "--profiles", store, "--json")
+    assert result.exit_code == 0
+    added = [choice["add"][0]["device"] for choice in json.loads(result.stdout)["choices"] if choice["add"]]
+    assert added == [*DEVICES, "NVIDIA H100"]
+    told = f"cannikin: left out: the profile of NVIDIA L40 in {store} has forward_s=[1e-300, 1.0], which cannot be"
+    assert result.stderr == f"{told}: delete it\n"
+
+
+def test_a_damaged_profile_that_is_asked_for_is_refused_with_its_device_and_file(run, store):
+    told = f"--add l40: the profile of NVIDIA L40 in {store} has forward_s=[1e-300, 1.0], which cannot be: delete it"
+    assert refusal(run, "--add", "l40", "--profiles", store) == f"cannikin: {told}"
+    assert refusal(run, "--add", "l40", "--profiles", store, "--batch", 96) == f"cannikin: {told}"
+
+
+def test_a_damaged_profile_that_is_not_asked_for_is_not_spoken_of(run, store):
+    assert answer(run, "--add", "h100", "--profiles", store)["choices"][0]["possible"]
+    (choice,) = answer(run, "--add", "t4", "--profiles", store)["choices"]
+    assert choice == answer(run, "--add", "t4")["choices"][0], "the run has measured that device itself"
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--without", "9" * 4400], f"--without {'9' * 60}...: of a run, give a rank by its number, from 0"),
+        (["--add", "t4=" + "9" * 4400], "999 is not DEVICE or DEVICE=N, N from 1 to 1024"),
+    ],
+)
+def test_a_number_of_thousands_of_digits_is_one_short_sentence(run, options, why):
+    line = refusal(run, *options)
+    assert why in line
+    assert len(line) < 200
+
+
 def test_a_store_of_something_else_is_one_sentence(run, tmp_path):
     pytest.importorskip("torch")
     store = tmp_path / "other.json"

@@ -90,7 +90,7 @@ def test_a_device_that_only_a_profile_knows_is_as_fast_as_where_it_was_measured(
 
 @pytest.mark.parametrize("damage", [{"batches": []}, {"forward_s": [-1.0]}, {"noise": "much"}])
 def test_a_damaged_profile_is_refused(learned, damage):
-    with pytest.raises(StateError, match="the profile of rank 4"):
+    with pytest.raises(StateError, match="the profile of t4 has"):
         learned.from_profile("t4", {**trained().profiles()[3], **damage})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from clusters import excess
 
 from benchmarks.synthetic import Training, measure, random_cluster
-from cannikin.core.devices import DeviceId, Origin, find_departed, find_origins, match_devices
+from cannikin.core.devices import MOST_DEPARTED, DeviceId, Origin, find_departed, find_origins, match_devices
 from cannikin.core.perf import Cluster, Curve
 from cannikin.core.policies import make_planner
 from cannikin.core.policies.cannikin import Controller
@@ -294,14 +295,91 @@ def test_a_device_that_the_state_does_not_know_takes_its_profile() -> None:
     assert origins_of([new, A, new], [profile, None, None]) == [profile, 0, None]
 
 
-def test_a_device_that_has_gone_is_remembered_until_one_of_its_name_is_there_again() -> None:
-    state, earlier = learned().state_dict(), {"L4": stored(0, saved_s=1.0)}
-    gone = find_departed(state, [A, B, T4], [B], earlier, saved_s=100.0)
-    assert gone.keys() == {"L4", "T4"}  # not an H200: one is there
-    assert (gone["T4"]["saved_s"], gone["T4"]["host"]) == (100.0, "b")
+def gone(device: DeviceId, *, saved_s: float, rank: int = 0) -> dict[str, Any]:
+    """A departed device that had the curve of this rank of the trio."""
+    return {**stored(rank, saved_s=saved_s), "device": device.name, "host": device.host, "uuid": device.uuid}
+
+
+def devices_of(departed: list[dict[str, Any]]) -> list[DeviceId]:
+    return [DeviceId(host=each["host"], name=each["device"], uuid=each["uuid"]) for each in departed]
+
+
+L4 = DeviceId(host="c", name="L4")
+
+
+def test_a_device_that_has_gone_is_remembered_until_it_is_there_again() -> None:
+    departed = find_departed(learned().state_dict(), [A, B, T4], [B], [gone(L4, saved_s=1.0)], saved_s=100.0)
+    assert devices_of(departed) == [A, T4, L4], "the newest first"
+    assert [each["saved_s"] for each in departed] == [100.0, 100.0, 1.0]
     alone = learned().with_ranks([1]).state_dict()
-    assert find_origins(alone, [B], [B, T4], [None, gone["T4"]], saved_s=200.0) == [0, gone["T4"]]
-    assert find_departed(alone, [B], [B, T4], gone, saved_s=200.0).keys() == {"L4"}
+    assert find_origins(alone, [B], [B, T4], [None] * 2, saved_s=200.0, departed=departed) == [0, departed[1]]
+    assert devices_of(find_departed(alone, [B], [B, T4], departed, saved_s=200.0)) == [A, L4]
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        (A, B),
+        (DeviceId(host="a", name="H200", uuid="GPU-1"), DeviceId(host="b", name="H200", uuid="GPU-2")),
+        (DeviceId(host="a", name="CPU"), DeviceId(host="b", name="CPU")),
+        (DeviceId(host="a", name="CPU"), DeviceId(host="a", name="CPU")),
+    ],
+)
+def test_of_two_devices_of_one_name_and_unlike_speed_the_one_that_leaves_has_its_share_when_it_is_back(
+    pair: tuple[DeviceId, DeviceId],
+) -> None:
+    both = learned((80, 20))
+    shares = first_plan(both)
+    assert shares[0] > 2.5 * shares[1]
+    state = both.state_dict()
+    departed = find_departed(state, pair, pair[:1], [], saved_s=100.0)
+    alone = both.with_ranks(find_origins(state, pair, pair[:1], [None], saved_s=100.0))
+    origins = find_origins(alone.state_dict(), pair[:1], pair, [None] * 2, saved_s=200.0, departed=departed)
+    assert origins == [0, departed[0]]
+    assert first_plan(alone.with_ranks(origins)) == pytest.approx(shares, abs=2)
+
+
+def test_a_device_that_is_new_takes_the_curve_of_one_of_its_name_that_was_there_last_before_one_that_had_left() -> None:
+    third = DeviceId(host="z", name="H200", uuid="GPU-3")
+    assert match_devices([A, T4], [A, third], [B]) == [0, 0]
+    assert match_devices([A, T4], [third], [B]) == [0]
+    assert match_devices([T4], [third, third, third], [B, A]) == [1, 2, 1]
+
+
+def test_a_device_that_had_left_is_itself_again_before_it_is_taken_for_another_of_its_name() -> None:
+    assert match_devices([A], [B], [B]) == [1]
+    assert match_devices([DeviceId(host="a", name="CPU")], [DeviceId(host="b", name="CPU")], [T4]) == [0]
+    assert match_devices([DeviceId(host="a", name="T4")], [T4], [T4]) == [1]
+    assert match_devices([A], [DeviceId(host="z", name="H200", uuid="GPU-2")], [B]) == [1], "on another host by now"
+
+
+def test_a_device_is_remembered_though_another_of_its_name_has_taken_its_place() -> None:
+    replacement = DeviceId(host="z", name="H200", uuid="GPU-9")
+    state = learned((68,)).state_dict()
+    departed = find_departed(state, [A], [replacement], [], saved_s=100.0)
+    assert devices_of(departed) == [A]
+    assert match_devices([replacement], [replacement, A], devices_of(departed)) == [0, 1]
+
+
+def test_a_device_that_had_left_gives_way_to_a_later_profile_of_itself_that_differs_and_to_no_other() -> None:
+    alone, departed = learned((43,)).state_dict(), [gone(A, saved_s=100.0)]
+    for profile, wins in (
+        (stored(0, saved_s=101.0, factor=1.5), True),
+        (stored(0, saved_s=99.0, factor=1.5), False),
+        (stored(0, saved_s=101.0), False),
+        (stored(0, saved_s=101.0, factor=1.5, uuid="GPU-2"), False),
+    ):
+        found = find_origins(alone, [B], [B, A], [None, profile], saved_s=200.0, departed=departed)
+        assert found == [0, profile if wins else departed[0]]
+
+
+def test_of_a_run_on_ever_new_machines_the_last_few_dozen_are_remembered() -> None:
+    state = learned((68,)).state_dict()
+    spots = [DeviceId(host=f"spot-{number}", name="A100", uuid=f"GPU-{number}") for number in range(3 * MOST_DEPARTED)]
+    departed: list[dict[str, Any]] = []
+    for number, (before, now) in enumerate(itertools.pairwise(spots)):
+        departed = find_departed(state, [before], [now], departed, saved_s=float(number))
+    assert devices_of(departed) == spots[-2 : -2 - MOST_DEPARTED : -1]
 
 
 def test_a_state_that_names_other_devices_than_it_has_ranks_is_refused() -> None:

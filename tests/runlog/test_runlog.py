@@ -417,6 +417,12 @@ def test_a_resumed_run_goes_on_in_its_log_with_a_header_and_an_event(written):
     assert (run.events[1].step, run.events[1].data["world_size"]) == (15, 3)
 
 
+def test_a_run_that_goes_on_on_one_rank_says_so_in_the_singular(written):
+    with RunLogWriter(written, append=True) as log:
+        log.write(msgspec.structs.replace(HEADER, world_size=1, first_step=15))
+    assert read_runlog(written).events[-1].text == "resumed at step 15 on 1 rank"
+
+
 def test_appending_to_no_log_begins_one_without_a_resume(path):
     with RunLogWriter(path, append=True) as log:
         log.write(HEADER)

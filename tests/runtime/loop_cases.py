@@ -42,7 +42,7 @@ def state_at_a_larger_batch() -> dict[str, Any]:
     planner |= {"noise": noise.state_dict(), "plan": plan, "phase": "optperf"}
     counts = {"progress": 100.0, "optimizer_steps": 100.0, "forgone": 0.0, "num_steps": 0, "batch_size": 6}
     device = asdict(DeviceId(name=Cpu().name))
-    found = {"devices": [device] * 2, "departed": {}, "saved_s": 0.0, "policy": "cannikin"}
+    found = {"devices": [device] * 2, "departed": [], "saved_s": 0.0, "policy": "cannikin"}
     return {"version": 1, **counts, "pass_steps": None, **found, "planner": planner}
 
 

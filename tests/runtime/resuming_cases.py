@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from training_cases import Numbered, make_model, one_epoch
+from training_cases import Numbered, make_model, one_epoch, take_step
 
+from cannikin import Snapshot
 from cannikin.runtime.loader import HeteroDataLoader
 
 SAMPLE_S = (1e-3, 2e-3, 4e-3)  # of each card, for a sample, in forward and again in backward
@@ -53,6 +56,33 @@ def learn(rank: int, folder: str) -> dict[str, Any]:
     if rank == 0:
         Path(folder, STATE).write_text(json.dumps(states[0]))
     return json.loads(json.dumps(states[0]))
+
+
+def rates_of_three_starts(rank: int, world_size: int, folder: str, kind: str) -> list[list[float]]:
+    """The rates of two steps in each of three starts: as it is, with another one in the script, and changed after."""
+    told = []
+    for start, lr in enumerate((0.1, 0.03, 0.1)):
+        model, optimizer = make_model(lr=lr)
+        loader = HeteroDataLoader(Numbered(100), model=model, batch_size=8)
+        scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        if kind == "LambdaLR":
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda steps: 0.5**steps)
+        snapshot = Snapshot(folder, model, scheduler=scheduler)
+        if start == 2:
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.1
+            scheduler.base_lrs = [rate * 0.1 for rate in scheduler.base_lrs]
+        rates = []
+        for batch in itertools.islice(loader, 2):
+            rates.append(optimizer.param_groups[0]["lr"])
+            take_step(model, optimizer, batch)
+            scheduler.step()
+        loader.finish()
+        snapshot.save()
+        snapshot.wait()
+        snapshot.close()
+        told.append(rates)
+    return told
 
 
 def three_ranks(rank: int, world_size: int, folder: str) -> dict[str, Begun]:

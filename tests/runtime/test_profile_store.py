@@ -14,8 +14,9 @@ from ranks import run_ranks
 from torch import nn
 
 from cannikin.errors import InvalidInputError
+from cannikin.runlog import RankInfo
 from cannikin.runtime.device import Cpu, find_device
-from cannikin.runtime.profile_store import ProfileStore, model_key
+from cannikin.runtime.profile_store import ProfileStore, model_key, share_profiles
 
 FAST, SLOW = {"batches": [8.0], "note": "fast"}, {"batches": [4.0], "note": "slow"}
 
@@ -140,6 +141,25 @@ def test_a_file_that_cannot_be_written_is_a_warning(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.warns(RuntimeWarning, match="cannot be written"):
         ProfileStore(tmp_path / "file" / "profiles.json", "net").save(["fast"], [FAST])
+
+
+def test_a_damaged_profile_is_left_out_by_its_device_and_file_and_the_others_are_used(tmp_path):
+    path = tmp_path / "profiles.json"
+    whole = {name: [8.0] for name in ("batches", "forward_s", "backward_s", "steps")} | {"noise": 0.0}
+    store = ProfileStore(path, "net")
+    store.save(["fast", "slow"], [whole, whole | {"max_batch": "many"}])
+    ranks = [RankInfo(device=device) for device in ("slow", "fast", "slow", "unknown")]
+    told = re.escape(f"left out: the profile of slow in {path} has max_batch='many', which cannot be: delete it")
+    with pytest.warns(RuntimeWarning, match=told) as warned:
+        assert share_profiles(Alone(), store, ranks) == [None, whole, None, None]
+    assert len(warned) == 1
+
+
+class Alone:
+    """An exchange of one rank."""
+
+    def gather_text(self, text: str) -> list[str]:
+        return [text]
 
 
 def test_the_name_of_a_device_is_the_users_own_where_there_is_one(monkeypatch):

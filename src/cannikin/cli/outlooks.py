@@ -30,6 +30,8 @@ from cannikin.toml_files import naming
 
 FORMAT, VERSION = "cannikin-advice", 1
 _MAX_ADDED = 1024  # ranks by one --add
+_MAX_DIGITS = 9  # of any number here: Python refuses to read one of thousands
+_MAX_SHOWN = 60  # characters of what cannot be read
 _MAX_TRIED = 64  # ranks that are left out in turn; of more ranks one of each device is
 
 
@@ -56,21 +58,26 @@ def parse_add(ctx: click.Context, param: click.Parameter, values: tuple[str, ...
     pairs = []
     for value in values:
         name, _, count = value.rpartition("=") if "=" in value else (value, "", "1")
-        number = int(count) if count.isdecimal() else 0
+        number = int(count) if count.isdecimal() and len(count) <= _MAX_DIGITS else 0
         if not name or not 1 <= number <= _MAX_ADDED:
-            raise click.BadParameter(f"{value!r} is not DEVICE or DEVICE=N, N from 1 to {_MAX_ADDED}", ctx, param)
+            text = f"{value!r:.{_MAX_SHOWN}} is not DEVICE or DEVICE=N, N from 1 to {_MAX_ADDED}"
+            raise click.BadParameter(text, ctx, param)
         pairs.append((name, number))
     return tuple(pairs)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run as its log tells of it: steps so far, the learned cluster, and profiles of other devices by name."""
+    """A run as its log tells of it: steps so far, the learned cluster, and profiles of other devices by name.
+
+    `damaged` says of the profiles that cannot be used what is wrong with each.
+    """
 
     path: Path
     step: int
     cluster: LearnedCluster
     stored: dict[str, dict[str, Any]]
+    damaged: dict[str, str]
 
     @property
     def devices(self) -> list[str]:
@@ -79,9 +86,9 @@ class Run:
 
     def newcomer(self, name: str) -> LearnedRank:
         """Return a rank on the device of this name, or on the only one with this in its name."""
-        wanted = name.casefold()
-        found = [device for device in self.devices if device.casefold() == wanted]
-        found = found or [device for device in self.devices if wanted in device.casefold()]
+        wanted, devices = name.casefold(), list(dict.fromkeys([*self.devices, *self.damaged]))
+        found = [device for device in devices if device.casefold() == wanted]
+        found = found or [device for device in devices if wanted in device.casefold()]
         if not found:
             known = ", ".join(self.devices) or "none"
             raise InvalidInputError(
@@ -89,6 +96,8 @@ class Run:
             )
         if len(found) > 1:
             raise InvalidInputError(f"--add {name}: may be any of {', '.join(found)}: give more of the name")
+        if found[0] not in self.devices:
+            raise InvalidInputError(f"--add {name}: {self.damaged[found[0]]}")
         return self.cluster.like(found[0]) or self.cluster.from_profile(found[0], self.stored[found[0]])
 
     def changed(self, without: tuple[int, ...], add: tuple[tuple[str, int], ...]) -> LearnedCluster:
@@ -106,13 +115,13 @@ def read_run(path: Path, profiles: Path | None) -> Run:
     with numbers_only(reader.path), naming(reader.path):
         cluster = learned_cluster(records)
     model = next(record.model for record in reversed(records) if isinstance(record, Header))
-    stored = {} if profiles is None else _read_profiles(profiles, model.profile_key)
-    return Run(path=path, step=max(map(step_of, records)), cluster=cluster, stored=stored)
+    stored, damaged = ({}, {}) if profiles is None else _read_profiles(profiles, model.profile_key)
+    return Run(path=path, step=max(map(step_of, records)), cluster=cluster, stored=stored, damaged=damaged)
 
 
-def _read_profiles(path: Path, key: str) -> dict[str, dict[str, Any]]:
-    """Return the profiles of a model in a store, by device."""
-    from cannikin.runtime.profile_store import ProfileStore  # needs torch, which takes seconds to import
+def _read_profiles(path: Path, key: str) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Return the profiles of a model in a store, by device, and what is wrong with those that are damaged."""
+    from cannikin.runtime.profile_store import ProfileStore, find_damaged  # needs torch, which takes seconds to import
 
     if not path.is_file():
         raise InvalidInputError(f"--profiles {path}: there is no such file; give what the script has as profiles=")
@@ -121,9 +130,11 @@ def _read_profiles(path: Path, key: str) -> dict[str, dict[str, Any]]:
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         try:
-            return ProfileStore(path, key).known()
+            known = ProfileStore(path, key).known()
         except RuntimeWarning as warning:
             raise InvalidInputError(f"--profiles {path}: is no store of profiles") from warning
+    damaged = find_damaged(known, path)
+    return {device: profile for device, profile in known.items() if device not in damaged}, damaged
 
 
 def advise(
@@ -136,6 +147,9 @@ def advise(
         raise InvalidInputError(f"{path}: {now.reason}")
     asked = rank_numbers(without)
     choices = [_choice(run, asked, add)] if asked or add else list(_usual_choices(run))
+    for device in () if asked or add else run.damaged:
+        if device not in run.devices:
+            click.echo(f"cannikin: left out: {words.printable(run.damaged[device])}", err=True)
     if as_json:
         click.echo(json.dumps(_as_json(run, now, choices), allow_nan=False))
     else:
@@ -146,8 +160,9 @@ def rank_numbers(without: Iterable[str]) -> tuple[int, ...]:
     """Return ranks that are given by number."""
     numbers: list[int] = []
     for text in without:
-        if not text.isdecimal():
-            raise InvalidInputError(f"--without {text}: of a run, give a rank by its number, from 0")
+        if not text.isdecimal() or len(text) > _MAX_DIGITS:
+            shown = text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+            raise InvalidInputError(f"--without {shown}: of a run, give a rank by its number, from 0")
         if int(text) in numbers:
             raise InvalidInputError(f"--without {text}: is given twice, and a rank can leave once")
         numbers.append(int(text))

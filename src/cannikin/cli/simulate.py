@@ -245,7 +245,7 @@ def _print_runs(
 ) -> None:
     """Print one row per policy, seeds averaged; then each policy's last split, and whatever did not end well."""
     totals = f"B0 {job.batch_size:,}" + (f" to {job.largest_total:,}" if job.largest_total > job.batch_size else "")
-    click.echo(f" {heading}: {machine.num_ranks} ranks, {totals}")
+    click.echo(f" {heading}: {words.counted(machine.num_ranks, 'rank')}, {totals}")
     table = _table("policy", "time to target", "against first", "epochs", "steps", "step time", "last total")
     base = None
     for policy, by_seed in runs.items():

@@ -24,7 +24,7 @@ from cannikin.core.layers import Layers
 from cannikin.core.learner import TRUST, TRUST_DOWN, Learner, ModelFit
 from cannikin.core.perf import Cluster, Curve, rescaled_tails, step_time
 from cannikin.core.planner import Noise
-from cannikin.core.profiles import load_profiles, profile_caps
+from cannikin.core.profiles import check_profile, load_profiles, profile_caps
 from cannikin.core.split import solver_for
 from cannikin.core.values import NO_MAX, FloatArray, Job
 from cannikin.errors import InvalidInputError
@@ -228,6 +228,7 @@ class LearnedCluster:
 
         Its overlap ratios are the profile's where these have as many buckets, else the mean of the run's ranks.
         """
+        check_profile(profile, device)
         learner = Learner(self.num_ranks + 1)
         columns = ("batches", "forward_s", "backward_s", "steps")
         own = [dict(zip(columns, r.history.tolist(), strict=True)) for r in self.ranks]

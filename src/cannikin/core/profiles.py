@@ -56,22 +56,17 @@ def save_profiles(learner: Learner, max_batch: IntArray) -> list[Profile | None]
     return saved
 
 
-def check_profiles(profiles: list[Profile | None]) -> None:
-    """Raise StateError where one is damaged."""
-    load_profiles(Learner(len(profiles)), profiles)
-    profile_caps(profiles)
+def check_profile(profile: Any, whose: str) -> None:
+    """Raise StateError where a profile is damaged; `whose` is how the message names it."""
+    _table(profile, whose)
+    _numbers(profile, "noise", whose, shape=())
+    _shared(profile, whose)
+    _cap(profile, whose)
 
 
 def profile_caps(profiles: Sequence[Profile | None]) -> IntArray:
     """Return the largest local batch that each device's memory held, as far as its profile knows it, [n]."""
-    caps = np.full(len(profiles), NO_MAX)
-    for rank, profile in enumerate(profiles):
-        cap = profile.get("max_batch") if isinstance(profile, dict) else None
-        if cap is not None:
-            if type(cap) is not int or not 1 <= cap <= NO_MAX:
-                raise StateError(f"the profile of rank {rank} has max_batch={cap!r:.200}, which cannot be: delete it")
-            caps[rank] = cap
-    return caps
+    return np.array([_cap(profile, f"rank {rank}") for rank, profile in enumerate(profiles)], dtype=np.int64)
 
 
 def load_profiles(learner: Learner, profiles: list[Profile | None]) -> BoolArray:
@@ -79,9 +74,9 @@ def load_profiles(learner: Learner, profiles: list[Profile | None]) -> BoolArray
     if len(profiles) != learner.num_ranks:
         raise StateError(f"{len(profiles)} profiles for {learner.num_ranks} ranks: give one per rank, None if unknown")
     known = np.array([profile is not None for profile in profiles])
-    tables = {rank: _table(profiles[rank], rank) for rank in np.flatnonzero(known).tolist()}
-    noises = [float(_numbers(profiles[rank], "noise", rank, shape=())) for rank in tables]
-    shared = [_shared(profiles[rank], rank) for rank in tables]
+    tables = {rank: _table(profiles[rank], f"rank {rank}") for rank in np.flatnonzero(known).tolist()}
+    noises = [float(_numbers(profiles[rank], "noise", f"rank {rank}", shape=())) for rank in tables]
+    shared = [_shared(profiles[rank], f"rank {rank}") for rank in tables]
     for rank, table in tables.items():
         learner.fill(rank, table)
     if noises and learner.noise == 0.0:  # else this run has measured it
@@ -92,34 +87,44 @@ def load_profiles(learner: Learner, profiles: list[Profile | None]) -> BoolArray
     return known
 
 
-def _table(profile: Any, rank: int) -> FloatArray:
+def _table(profile: Any, whose: str) -> FloatArray:
     """Return the lists of a profile, checked, [4, K]."""
-    first = _numbers(profile, "batches", rank)
-    table = np.stack([_numbers(profile, name, rank, shape=first.shape) for name in _COLUMNS])
+    first = _numbers(profile, "batches", whose)
+    table = np.stack([_numbers(profile, name, whose, shape=first.shape) for name in _COLUMNS])
     if table.ndim != 2 or not table.size:
-        raise StateError(f"the profile of rank {rank} has impossible entries, {table.tolist()!r:.200}: delete it")
+        raise StateError(f"the profile of {whose} has impossible entries, {table.tolist()!r:.200}: delete it")
     return table
 
 
-def _shared(profile: Any, rank: int) -> tuple[int, FloatArray, FloatArray] | None:
+def _shared(profile: Any, whose: str) -> tuple[int, FloatArray, FloatArray] | None:
     """Return the number of ranks, overlap ratios and tails of a profile, checked."""
     shared = profile.get("shared")
     if shared is None:
         return None
-    tails = _numbers(shared, "tails_s", rank)
-    gammas = _numbers(shared, "gammas", rank, shape=tails.shape)
+    tails = _numbers(shared, "tails_s", whose)
+    gammas = _numbers(shared, "gammas", whose, shape=tails.shape)
     if tails.ndim != 1 or not tails.size or (np.diff(tails) > 0).any() or (gammas > 1).any() or gammas[-1] != 1:
-        raise StateError(f"the profile of rank {rank} has impossible buckets, {shared!r:.200}: delete it")
-    return int(_numbers(shared, "num_ranks", rank, shape=())), gammas, tails
+        raise StateError(f"the profile of {whose} has impossible buckets, {shared!r:.200}: delete it")
+    return int(_numbers(shared, "num_ranks", whose, shape=())), gammas, tails
 
 
-def _numbers(saved: Any, name: str, rank: int, shape: tuple[int, ...] | None = None) -> FloatArray:
+def _cap(profile: Any, whose: str) -> int:
+    """Return the largest local batch that the device's memory held, checked; `NO_MAX` where it is not known."""
+    cap = profile.get("max_batch") if isinstance(profile, dict) else None
+    if cap is None:
+        return NO_MAX
+    if type(cap) is not int or not 1 <= cap <= NO_MAX:
+        raise StateError(f"the profile of {whose} has max_batch={cap!r:.200}, which cannot be: delete it")
+    return cap
+
+
+def _numbers(saved: Any, name: str, whose: str, shape: tuple[int, ...] | None = None) -> FloatArray:
     """Return an entry of a profile as numbers, or refuse those that cannot have been measured."""
     try:
         numbers: npt.NDArray[np.float64] = np.array(saved[name], dtype=np.float64)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise StateError(f"the profile of rank {rank} has no numbers under {name!r}: delete it") from error
+        raise StateError(f"the profile of {whose} has no numbers under {name!r}: delete it") from error
     low, high = _LIMITS[name]
     if not ((low <= numbers) & (numbers <= high)).all() or (shape is not None and numbers.shape != shape):
-        raise StateError(f"the profile of rank {rank} has {name}={saved[name]!r:.200}, which cannot be: delete it")
+        raise StateError(f"the profile of {whose} has {name}={saved[name]!r:.200}, which cannot be: delete it")
     return numbers

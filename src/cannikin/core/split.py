@@ -284,7 +284,7 @@ class SplitSolver:
         side, bound, name, advice = "below", self.low, "min_batch", "raise the total or lower min_batch"
         if total_batch > self.high.sum():
             side, bound, name, advice = "above", self.high, "max_batch", "lower the total or raise max_batch"
-        sum_over = f"the sum of {name} over {self.cluster.num_ranks} ranks"
+        sum_over = f"the sum of {name} over {counted(self.cluster.num_ranks, 'rank')}"
         return f"total batch {total_batch} is {side} {int(bound.sum())}, {sum_over}: {advice}"
 
 

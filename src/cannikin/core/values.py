@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cannikin.errors import InvalidInputError
+from cannikin.words import counted
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -94,7 +95,7 @@ class Job:
             raise InvalidInputError(f"batch_size={self.batch_size} must be a whole number of samples")
         if not lowest <= self.batch_size <= highest:
             raise InvalidInputError(
-                f"batch_size={self.batch_size} is outside what the {self.num_ranks} ranks can hold, "
+                f"batch_size={self.batch_size} is outside what the {counted(self.num_ranks, 'rank')} can hold, "
                 f"{lowest} to {highest}: change batch_size or the local bounds"
             )
         if self.num_samples is not None and self.num_samples < 0:

@@ -17,6 +17,7 @@ import numpy as np
 from cannikin.errors import RunLogError
 from cannikin.runlog.reader import check_first_line
 from cannikin.runlog.records import FORMAT, EventRecord, Header, Record
+from cannikin.words import counted
 
 _BEGINNING = b'{"type":"header","format":"%b"' % FORMAT.encode()
 
@@ -91,7 +92,7 @@ class RunLogWriter:
             return
         events: list[Record] = [event]
         if isinstance(event, Header) and self._resumes and not self._begun:
-            text = f"resumed at step {event.first_step} on {event.world_size} ranks"
+            text = f"resumed at step {event.first_step} on {counted(event.world_size, 'rank')}"
             data: dict[str, Any] = {"world_size": event.world_size, "started": event.started}
             events.append(EventRecord(step=event.first_step, kind="resume", text=text, data=data, elapsed_ms=0.0))
         try:

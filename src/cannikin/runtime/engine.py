@@ -115,7 +115,7 @@ class Engine:
         self._restored: dict[str, Any] | None = None  # a state loaded before there was a planner to take it
         self._ranks: list[RankInfo] = []  # who they are, once a loader is bound
         self._profiles: list[Profile | None] | None = None  # stored ones of their devices
-        self._departed: dict[str, Profile] = {}  # of devices that this run has had and that no rank has now, by name
+        self._departed: list[Profile] = []  # of devices that this run has had and that no rank has now, newest first
         self.device = find_device(next(net.parameters()).device)
         self._update = Update(optimizers, rules, self.device, net.parameters())
         self._reducer = _make_reducer(module, self.device, self._update, options.get("comm_wrapper"))
@@ -370,7 +370,7 @@ class Engine:
             self._departed = departed
             return
         told = begin_afresh(planner, state, why)
-        self._departed = {}
+        self._departed = []
         if self.rank == 0:
             warnings.warn(told, RuntimeWarning, stacklevel=4)
 

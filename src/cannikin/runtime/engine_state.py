@@ -17,6 +17,7 @@ from cannikin.core.saved import number, whole
 from cannikin.core.values import Job
 from cannikin.errors import StateError
 from cannikin.runlog import RankInfo
+from cannikin.words import counted
 
 
 def saved_policy(policy: str | Planner) -> str:
@@ -35,7 +36,8 @@ def why_afresh(policy: str | Planner, state: dict[str, Any], num_ranks: int) -> 
         with plans.restoring("planner"):
             num_saved = len(plan["local_batches"])
         if num_saved != num_ranks:
-            return f"on {num_saved} ranks, and policy={own!r} has no use on {num_ranks} for what it learned there"
+            there = counted(num_saved, "rank")
+            return f"on {there}, and policy={own!r} has no use on {num_ranks} for what it learned there"
     return ""
 
 
@@ -59,15 +61,14 @@ def restore_planner(
     if not isinstance(planner, Controller):
         planner.load_state_dict(state["planner"])
         return
-    stored = profiles or [None] * len(ranks)
     with plans.restoring("controller"):
-        departed = state["departed"]
         origins = find_origins(
             state["planner"],
             _devices_of(state),
             [device_id(rank) for rank in ranks],
-            [departed.get(rank.device) if found is None else found for rank, found in zip(ranks, stored, strict=True)],
+            profiles or [None] * len(ranks),
             saved_s=float(state["saved_s"]),
+            departed=_departed_of(state),
         )
     planner.load_state_dict(state["planner"], origins)
 
@@ -76,13 +77,20 @@ def _devices_of(state: dict[str, Any]) -> list[DeviceId]:
     return [DeviceId(**saved) for saved in state["devices"]]
 
 
-def departed_devices(planner: Planner, state: dict[str, Any], ranks: Sequence[RankInfo]) -> dict[str, Profile]:
-    """Return what a saved state knows of devices that no rank has now, by name; nothing for planners of others."""
+def _departed_of(state: dict[str, Any]) -> list[Profile]:
+    departed: dict[str, Profile] | list[Profile] = state["departed"]
+    if isinstance(departed, dict):  # older states have one by name
+        return [{**profile, "device": name} for name, profile in departed.items()]
+    return departed
+
+
+def departed_devices(planner: Planner, state: dict[str, Any], ranks: Sequence[RankInfo]) -> list[Profile]:
+    """Return what a saved state knows of devices that no rank has now; nothing for planners of others."""
     if not isinstance(planner, Controller):
-        return {}
+        return []
     with plans.restoring("controller"):
         present, saved_s = [device_id(rank) for rank in ranks], float(state["saved_s"])
-        return find_departed(state["planner"], _devices_of(state), present, state["departed"], saved_s=saved_s)
+        return find_departed(state["planner"], _devices_of(state), present, _departed_of(state), saved_s=saved_s)
 
 
 @dataclass(frozen=True, kw_only=True)

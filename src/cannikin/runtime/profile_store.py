@@ -13,7 +13,7 @@ import os
 import socket
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import msgspec
 import torch
 
 from cannikin.core.planner import DevicePlanner
-from cannikin.core.profiles import Profile, check_profiles
+from cannikin.core.profiles import Profile, check_profile
 from cannikin.errors import StateError
 from cannikin.runlog import RankInfo
 from cannikin.runtime.device import Device, name_of
@@ -54,15 +54,27 @@ def share_profiles(
 
     Rank 0 alone has a store, if the user keeps one; else there is None. Damaged profiles are left out with a warning.
     """
-    found = None if store is None else store.load([rank.device for rank in ranks])
-    if found is not None:
-        try:
-            check_profiles(found)
-        except StateError as error:  # not worth a run: the ranks are learned afresh
-            warnings.warn(f"stored profiles are left out: {error}", RuntimeWarning, stacklevel=5)
-            found = [None] * len(ranks)
+    found = None
+    if store is not None:
+        found = store.load([rank.device for rank in ranks])
+        given = {rank.device: profile for rank, profile in zip(ranks, found, strict=True) if profile is not None}
+        damaged = find_damaged(given, store.path)
+        if damaged:  # not worth a run: these ranks are learned afresh
+            warnings.warn(f"stored profiles are left out: {'; '.join(damaged.values())}", RuntimeWarning, stacklevel=5)
+            found = [None if rank.device in damaged else profile for rank, profile in zip(ranks, found, strict=True)]
     shared: list[Profile | None] | None = json.loads(exchange.gather_text(json.dumps(found))[0])
     return shared
+
+
+def find_damaged(profiles: Mapping[str, Any], path: Path) -> dict[str, str]:
+    """Return of each damaged profile of a store, by device, what is wrong with it."""
+    damaged = {}
+    for device, profile in profiles.items():
+        try:
+            check_profile(profile, f"{device} in {path}")
+        except StateError as error:
+            damaged[device] = str(error)
+    return damaged
 
 
 def model_key(module: torch.nn.Module, *, scaled: bool, sharded: bool = False) -> str:
@@ -82,7 +94,7 @@ class ProfileStore:
     """Profiles by model and device, in one file that is replaced whole: a reader never sees half of one."""
 
     def __init__(self, path: str | Path, model: str) -> None:
-        self._path = Path(path)
+        self.path = Path(path)
         self._model = model
         self.ranks: Sequence[RankInfo] = ()  # of this run
 
@@ -114,7 +126,7 @@ class ProfileStore:
         found = {d: p for d, p in reversed(list(zip(devices, profiles, strict=True))) if p is not None}
         if not found:
             return
-        path = self._path.resolve()  # a link to a common store stays one
+        path = self.path.resolve()  # a link to a common store stays one
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with _locked(path.parent):  # others may save meanwhile: what they wrote is kept
@@ -123,14 +135,14 @@ class ProfileStore:
                     models[self._model] = {**models.get(self._model, {}), **found}
                     _replace(path, json.dumps({"format": _FORMAT, "version": _VERSION, "models": models}))
         except OSError as error:
-            warnings.warn(f"profiles={str(self._path)!r} cannot be written ({error})", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"profiles={str(self.path)!r} cannot be written ({error})", RuntimeWarning, stacklevel=2)
 
     def _read(self) -> dict[str, Any] | None:
         """Return profiles by model and device; None where there is a file that has none."""
-        if not self._path.exists():
+        if not self.path.exists():
             return {}
         try:
-            content = json.loads(self._path.read_text())
+            content = json.loads(self.path.read_text())
             if content["format"] != _FORMAT or content["version"] != _VERSION:
                 raise ValueError(f"format {content['format']!r}, version {content['version']!r}")
             models: dict[str, Any] = content["models"]
@@ -139,7 +151,7 @@ class ProfileStore:
             return models
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             warnings.warn(
-                f"profiles={str(self._path)!r} cannot be read and is left out ({error}): every rank is learned afresh",
+                f"profiles={str(self.path)!r} cannot be read and is left out ({error}): every rank is learned afresh",
                 RuntimeWarning,
                 stacklevel=2,
             )

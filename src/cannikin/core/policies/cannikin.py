@@ -31,6 +31,7 @@ from cannikin.core.sizes import SizeHistory
 from cannikin.core.split import SplitSolver, solver_for
 from cannikin.core.values import NO_MAX, Job, Plan, Split, StepWindow
 from cannikin.errors import InvalidInputError, StateError
+from cannikin.words import counted
 
 # Another total batch must promise a gain of `_GAIN`. The longer the present one has run, the less: what a change costs
 # in steps, `_RELEARNED` and those of new sizes, divided by that age, but never below `_LEAST_GAIN`.
@@ -135,7 +136,9 @@ class Controller:
         if not split.feasible:
             self._plan = replace(self._plan, reason=f"even split: the stored profiles end early, {split.reason}")
             return
-        self._settle(0, model, self._job, split, [f"from stored profiles of all {len(known)} ranks"])
+        n = len(known)
+        told = f"from stored profiles of all {n} ranks" if n > 1 else "from the rank's stored profile"
+        self._settle(0, model, self._job, split, [told])
 
     def start_by(self, sheets: Sequence[DataSheet]) -> None:
         """Begin with a split by the devices' data sheets, one per rank, unless a state or profiles say more of them."""
@@ -504,7 +507,7 @@ class Controller:
             if (low <= batches).all() and (batches <= high).all():
                 self._plan, self._phase, self._ran = replace(saved, local_batches=batches), phase, batches
                 return
-        told = f"resumed with {len(was)} ranks" + ("" if len(was) == n else f" after {n}")
+        told = f"resumed with {counted(len(was), 'rank')}" + ("" if len(was) == n else f" after {n}")
         self._plan, self._phase = self._first_plan(total, f"{told}: even split of the same total batch"), "even"
         self._ran = None
         model = self._learner.model(*job.bounds)

@@ -14,6 +14,7 @@ from cannikin.core.saved import LONG_S, number, whole, whole_numbers
 from cannikin.core.split import optimal_split
 from cannikin.core.values import NO_MAX, FloatArray, IntArray, Job, Plan, StepWindow
 from cannikin.errors import InfeasibleError, StateError
+from cannikin.words import counted
 
 
 def make_plan(step: int, local_batches: tuple[int, ...], *, reason: str, predicted_step_s: float | None = None) -> Plan:
@@ -130,8 +131,8 @@ def resumed_plan(state: dict[str, Any], job: Job) -> Plan:
     plan = load_plan(state)
     if len(plan.local_batches) != job.num_ranks:
         raise StateError(
-            f"saved plan is for {len(plan.local_batches)} ranks, this job has {job.num_ranks}: resume on as many, or "
-            'with policy="cannikin", which goes on with any number'
+            f"saved plan is for {counted(len(plan.local_batches), 'rank')}, this job has {job.num_ranks}: resume on as "
+            'many, or with policy="cannikin", which goes on with any number'
         )
     total = min(max(plan.total_batch, job.batch_size), job.largest_total)
     low, high = job.bounds
