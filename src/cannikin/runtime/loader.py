@@ -214,6 +214,7 @@ class HeteroDataLoader(OverPasses):
         """Say so where ranks have lists of different samples, as those that each took its part of."""
         if isinstance(self.dataset, IterableDataset) or engine.agrees(list_fingerprint(self.dataset)):
             return
+        self._passes.compares_lists = False  # it is said once
         if engine.rank == 0:
             warnings.warn(
                 "the dataset's samples differ between ranks: index 7, say, must be the same sample on every rank, of "

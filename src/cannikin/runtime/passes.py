@@ -244,6 +244,9 @@ class Passes:
         bookmark: where in the data the passes are.
         drop_last: leave out a last batch shorter than the plan's total.
         data: what has the samples, of which lists are compared; None where there is nothing to compare.
+
+    Attributes:
+        compares_lists: whether ranks compare them when a pass begins.
     """
 
     def __init__(
@@ -256,6 +259,7 @@ class Passes:
         self._data = data
         self._names = list_names(data)
         self._lists = 0
+        self.compares_lists = True
         self._has_told = False  # that a pass is longer than was said
         self._min_local = least_local(engine.has_batch_norm)
         self._cutter: Cutter | None = None
@@ -296,7 +300,7 @@ class Passes:
         self.bookmark.turn()
         self._lists = 0 if self._data is None else list_fingerprint(self._data, self._names)
         place = self.bookmark.next
-        self.feed.begin_epoch(place.epoch, place.position)
+        self.feed.begin_epoch(place.epoch, place.position, self._lists if self.compares_lists else 0)
 
     def steps(self) -> Iterator[tuple[CutStep, list[Any]]]:
         """Yield the steps of one pass; a resumed pass that has none left becomes one over the next epoch."""
