@@ -1059,6 +1059,26 @@ def test_a_batch_size_above_the_length_of_the_dataset_is_warned_of(caplog, num_s
     )
 
 
+@pytest.mark.parametrize("make", [build, lambda *args: own_loaders(*args)[0][1]])
+def test_a_dataset_that_has_grown_since_its_loader_was_built_is_told_once(make):
+    data = Numbers(40)
+    loader = make(data, [(4,)])
+    data.length = 60
+    with pytest.warns(RuntimeWarning, match="has 60 samples, and 40 when its loader was built") as caught:
+        passes = [flat(loader), flat(loader)]
+    assert [len(numbers) for numbers in passes] == [40, 40]
+    assert len(caught) == 1
+
+
+def test_a_dataset_that_grows_is_gone_through_in_the_order_of_a_random_sampler():
+    data = Numbers(40)
+    loader = build(data, [(7,)], sampler=RandomSampler(data))
+    assert sorted(flat(loader)) == list(range(40))
+    data.length = 60
+    assert sorted(flat(loader)) == list(range(60))
+    assert loader.state_dict()["epoch"] == 2
+
+
 # Another order after a resume
 
 

@@ -21,7 +21,7 @@ from cannikin.core.ordering import NUM_STORED, IndexOrder
 from cannikin.core.values import Job, Plan
 from cannikin.errors import InvalidInputError
 from cannikin.runtime.entry import BatchEntry, BatchSource
-from cannikin.runtime.fingerprints import list_fingerprint, list_names
+from cannikin.runtime.fingerprints import length_of, list_fingerprint, list_names
 from cannikin.runtime.loop import Loop
 from cannikin.runtime.options import DrawOptions, LoaderOptions
 
@@ -260,7 +260,7 @@ class Passes:
         self._names = list_names(data)
         self._lists = 0
         self.compares_lists = True
-        self._has_told = False  # that a pass is longer than was said
+        self._has_told = False  # that there are more samples than was said, or fewer
         self._min_local = least_local(engine.has_batch_norm)
         self._cutter: Cutter | None = None
 
@@ -299,6 +299,7 @@ class Passes:
         """Begin a pass, on every rank: from here on its batches are cut."""
         self.bookmark.turn()
         self._lists = 0 if self._data is None else list_fingerprint(self._data, self._names)
+        self._tell_if_changed()
         place = self.bookmark.next
         self.feed.begin_epoch(place.epoch, place.position, self._lists if self.compares_lists else 0)
 
@@ -320,6 +321,22 @@ class Passes:
                 yield step, samples
             if cutter.num_cut or not state.position:
                 return
+
+    def _tell_if_changed(self) -> None:
+        """Warn once where a dataset with indices has become longer or shorter than the order that is cut."""
+        length = self.source.num_samples
+        now = length_of(self._data) if self.bookmark.is_fixed else None
+        if self._has_told or now in (None, length):
+            return
+        self._has_told = True
+        if self._engine.rank == 0:
+            warnings.warn(
+                f"the dataset has {now} samples, and {length} when its loader was built: a pass goes over {length}, "
+                "and others are never trained on; for a dataset that grows or shrinks give HeteroDataLoader "
+                "sampler=torch.utils.data.RandomSampler(dataset), which is asked for its length in each pass",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _tell_if_longer(self, step: CutStep) -> None:
         """Warn once of a pass that has more samples than was said."""
