@@ -20,10 +20,10 @@ class Mistakes:
     def __init__(self, rank: int, world_size: int) -> None:
         self.seeks_unplanned = world_size > 1
         self._rank = rank
+        self._seeks_other_lists = rank == 0  # in the dataset
         self._has_padded = False
         self._has_skipped = False
         self._seeks_alike = rank == 0  # streams of ranks' own that begin alike
-        self._seeks_other_lists = rank == 0  # in the dataset
         self._num_unused: int | None = 0  # gradients that no optimizer step of ours has used; None after the first one
 
     def note_skipped(self, num_skipped: int) -> None:
