@@ -54,8 +54,9 @@ class ScriptedFeed:
     def give_up(self) -> None:
         self.gave_up = True
 
-    def begin_epoch(self, epoch: int, position: int) -> None:
+    def begin_epoch(self, epoch: int, position: int, lists: int = 0) -> None:
         self.epochs_begun += 1
+        self.lists = lists
 
     def between_steps(self, *, is_over: bool | None) -> float:
         return 0.0

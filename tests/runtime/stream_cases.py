@@ -80,7 +80,7 @@ def by_process() -> list[int]:
     """An order seeded by the process, as webdataset's shuffle is."""
     numbers = list(range(LENGTH))
     random.Random(os.getpid()).shuffle(numbers)
-    return numbers
+    return sorted(numbers, key=lambda number: number != dist.get_rank())  # by chance one pair in 48 would begin alike
 
 
 def by_python() -> list[int]:
@@ -253,6 +253,21 @@ def dataset_by_rank(rank: int) -> Any:
     return warned
 
 
+def lists_shuffled_by_epoch(rank: int, own: bool = False) -> Any:
+    """What is warned of where the script shuffles a list anew before each pass but the first."""
+    with collecting_warnings() as warned:
+        run = Run(Sized(list(range(LENGTH))))
+        for epoch in range(3):
+            if epoch:
+                random.Random(rank if own else epoch).shuffle(run.loader.dataset.files)
+            run.train()
+    return [warning.text for warning in warned if "lists" in warning.text], run.samples[-LENGTH // 8 :]
+
+
+def lists_shuffled_by_rank(rank: int) -> Any:
+    return lists_shuffled_by_epoch(rank, own=True)
+
+
 def loader_first(rank: int, attached: bool = False) -> Any:
     loader = cannikin.HeteroDataLoader(Sized(list(range(LENGTH))), batch_size=8, shuffle=False)
     net = Net()
@@ -308,6 +323,8 @@ CASES = {
         sampler_by_rank,
         sampler_of_all,
         dataset_by_rank,
+        lists_shuffled_by_epoch,
+        lists_shuffled_by_rank,
         loader_first,
         attached_after,
         plain_loader,

@@ -761,6 +761,120 @@ def test_a_distributed_sampler_that_stays_in_the_script_is_read_and_not_followed
     assert flat(unshuffled) == list(range(20))
 
 
+# An epoch that is longer or shorter than was said
+
+
+class Said(IterableDataset):
+    """The numbers below `length`, of which it says that there are `said`."""
+
+    def __init__(self, length: int, said: int) -> None:
+        self.length, self.said = length, said
+
+    def __len__(self) -> int:
+        return self.said
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.length))
+
+
+class Growing:
+    """A curriculum: 40 samples in the first epoch, 40 more in each later one."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 40 * (self.epoch + 1)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self)))
+
+
+def places_of(loader: HeteroDataLoader, num_steps: int | None = None) -> list[tuple[int, int, bool]]:
+    """Epoch and position that are saved after each step, and whether the loader takes it for the last."""
+    places = []
+    for _ in itertools.islice(loader, num_steps):
+        state = loader.state_dict()
+        places.append((state["epoch"], state["position"], loader.is_last))
+    return places
+
+
+@quick
+@given(
+    script=any_script,
+    length=st.integers(1, 60),
+    said=st.integers(1, 60),
+    num_steps=st.integers(1, 20),
+    sampled=st.booleans(),
+)
+@pytest.mark.filterwarnings("ignore:this pass has more samples")
+def test_an_epoch_of_another_length_than_was_said_is_resumed_exactly(script, length, said, num_steps, sampled):
+    def fresh(script):
+        data = Said(length, said)
+        return build_all(Numbers(60), script, sampler=data) if sampled else build_all(data, script)
+
+    loaders = fresh(script)
+    before = flat(steps_of(loaders, num_steps))
+    assert not loaders[0].is_last or len(before) == length
+    resumed = fresh([(7,)])
+    resumed[0].load_state_dict(loaders[0].state_dict())
+    after = flat(steps_of(resumed))
+    assert before + after == list(range(length)) if len(before) < length else after == list(range(length))
+
+
+@pytest.mark.parametrize("keywords", [{}, {"num_workers": 1}, {"drop_last": True}])
+def test_a_curriculum_that_grows_is_gone_through_to_its_end_in_each_epoch(keywords):
+    loader = build(Numbers(200), [(16,)], sampler=Growing(), **keywords)
+    whole = bool(keywords.get("drop_last"))
+    for epoch, length in enumerate((40, 80, 120)):
+        ends = [*range(16, length, 16), *([] if length % 16 == 0 else [length])]
+        ends = [end for end in ends if not whole or end % 16 == 0]
+        ends += [length] if length % 16 == 0 else []
+        places = places_of(loader)
+        assert places == [(epoch, end, False) for end in ends[:-1]] + [(epoch + 1, 0, True)]
+    loader.set_epoch(1)
+    for _ in loader:
+        assert len(loader) == 5
+        assert len(loader.sampler) == 80
+
+
+def test_a_curriculum_resumes_in_an_epoch_that_is_longer_than_its_first_one():
+    loader = build(Numbers(200), [(10,)], sampler=Growing())
+    places_of(loader)
+    assert places_of(loader, 5)[-1] == (1, 50, False)
+    resumed = build(Numbers(200), [(20,)], sampler=Growing())
+    resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    assert (resumed.epoch, len(resumed)) == (1, 2)
+    assert flat(resumed) == list(range(50, 80))
+    assert (resumed.epoch, len(flat(resumed))) == (2, 120)
+
+
+def test_with_drop_last_a_curriculum_of_which_too_little_is_left_begins_its_next_epoch():
+    loader = build(Numbers(200), [(10,)], sampler=Growing(), drop_last=True)
+    state = {**loader.state_dict(), "epoch": 1, "position": 70}
+    resumed = build(Numbers(200), [(20,)], sampler=Growing(), drop_last=True)
+    with pytest.warns(RuntimeWarning, match="of epoch 1, 10 samples are left"):
+        resumed.load_state_dict(state)
+    assert resumed.epoch == 2
+
+
+def test_a_stream_that_gives_more_than_it_says_is_told_once_and_ends_where_reading_ends():
+    loader = build(Said(10, 4), [(4,)])
+    with pytest.warns(RuntimeWarning, match="more samples than the 4 that len") as caught:
+        places = [*places_of(loader), *places_of(loader)]
+    assert places == [(0, 4, False), (0, 8, False), (1, 0, True), (1, 4, False), (1, 8, False), (2, 0, True)]
+    assert len(caught) == 1
+
+
+def test_a_stream_that_gives_less_than_it_says_ends_where_reading_ends():
+    loader = build(Said(8, 12), [(4,)])
+    assert places_of(loader) == [(0, 4, False), (0, 8, False)]
+    assert (loader.state_dict()["epoch"], loader.epoch) == (1, 1)
+
+
 # Before the model
 
 
@@ -943,6 +1057,176 @@ def test_a_batch_size_above_the_length_of_the_dataset_is_warned_of(caplog, num_s
         sum("batch_size=4 is more than the 3 samples of the dataset" in text for text in caplog.messages)
         == num_warnings
     )
+
+
+@pytest.mark.parametrize("make", [build, lambda *args: own_loaders(*args)[0][1]])
+def test_a_dataset_that_has_grown_since_its_loader_was_built_is_told_once(make):
+    data = Numbers(40)
+    loader = make(data, [(4,)])
+    data.length = 60
+    with pytest.warns(RuntimeWarning, match="has 60 samples, and 40 when its loader was built") as caught:
+        passes = [flat(loader), flat(loader)]
+    assert [len(numbers) for numbers in passes] == [40, 40]
+    assert len(caught) == 1
+
+
+def test_a_dataset_that_grows_is_gone_through_in_the_order_of_a_random_sampler():
+    data = Numbers(40)
+    loader = build(data, [(7,)], sampler=RandomSampler(data))
+    assert sorted(flat(loader)) == list(range(40))
+    data.length = 60
+    assert sorted(flat(loader)) == list(range(60))
+    assert loader.state_dict()["epoch"] == 2
+
+
+# Another order after a resume
+
+
+class Blocks(Stream):
+    """The numbers, of which each worker reads a block, as in the example of torch's documentation."""
+
+    def __iter__(self) -> Iterator[int]:
+        worker = get_worker_info()
+        first, parts = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        size = -(-self.length // parts)
+        return iter(range(first * size, min((first + 1) * size, self.length)))
+
+
+def warned_of(loaders: Sequence[HeteroDataLoader], state: dict[str, Any]) -> list[str]:
+    """What is said when a state is loaded and two passes are made."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for loader in loaders:
+            loader.load_state_dict(json.loads(json.dumps(state)))
+        for _ in range(2):
+            assert steps_of(loaders)
+    return [str(warning.message) for warning in caught]
+
+
+def state_after(loaders: Sequence[HeteroDataLoader], num_steps: int = 3) -> dict[str, Any]:
+    steps_of(loaders, num_steps)
+    assert loaders[0].state_dict() == loaders[-1].state_dict()
+    return loaders[0].state_dict()
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "keywords"),
+    [
+        (Files(range(40)), Files(range(39, -1, -1)), {}),
+        (Subset(Numbers(80), range(40)), Subset(Numbers(80), range(40, 80)), {}),
+        (Files(range(40)), Files(range(39, -1, -1)), {"sampler": list(range(40))}),
+    ],
+)
+def test_a_dataset_that_lists_its_samples_in_another_order_is_warned_of_when_a_pass_is_resumed(one, other, keywords):
+    state = state_after(build_all(one, [(3, 1)], **keywords))
+    (text,) = warned_of(build_all(other, [(3, 1)], **keywords), state)
+    assert text.startswith("the lists in the dataset (files, labels, indices) are not those of the saved state, which ")
+    assert "12 samples into epoch 0" in text
+    assert "samples of this epoch may come twice or not at all; sort what is listed" in text
+    assert 'loader.load_state_dict({**loader.state_dict(), "position": 0})' in text
+    assert warned_of(build_all(other, [(3, 1)], **keywords), {**state, "position": 0}) == [], "an epoch begun anew"
+    of_old = {name: state[name] for name in ("epoch", "position", "num_samples", "seed", "shuffle")}
+    assert warned_of(build_all(other, [(3, 1)], **keywords), of_old) == [], "a state in which it is not said"
+
+
+def test_a_dataloader_of_ones_own_hears_of_another_order_too():
+    ((sampler, loader),) = own_loaders(Files(range(40)), [(4,)])
+    next(iter(loader))
+    state = sampler.state_dict()
+    ((resumed, loader),) = own_loaders(Files(range(39, -1, -1)), [(4,)])
+    resumed.load_state_dict(state)
+    with pytest.warns(RuntimeWarning, match="the lists in the dataset"):
+        assert len(list(loader)) == 9
+
+
+class Shuffled(Files):
+    """Files that the script puts in an order of the epoch before each pass."""
+
+    def begin(self, epoch: int) -> None:
+        np.random.default_rng(epoch).shuffle(self.files)
+
+
+def test_lists_that_are_the_same_when_the_pass_begins_say_nothing():
+    loader, other = build(Shuffled(range(40)), [(4,)]), build(Shuffled(range(40)), [(4,)])
+    for epoch in (0, 1):
+        loader.dataset.files.sort()
+        loader.dataset.begin(epoch)
+        steps_of([loader], None if epoch == 0 else 3)
+    state = loader.state_dict()
+    other.dataset.files.sort()
+    other.dataset.begin(1)
+    assert warned_of([other], state) == []
+    ended = build(Files(range(40)), [(4,)])
+    steps_of([ended])
+    assert warned_of([build(Files(range(39, -1, -1)), [(4,)])], ended.state_dict()) == [], "between two passes"
+    elsewhere = build(Files(range(40), "/local"), [(4,)])
+    assert warned_of([elsewhere], state_after([build(Files(range(40)), [(4,)])])) == []
+
+
+def test_a_cache_that_was_full_and_is_empty_again_says_nothing():
+    loader = build(Cached(Numbers(40)), [(4,)])
+    steps_of([loader])
+    assert None not in loader.dataset.read
+    assert warned_of([build(Cached(Numbers(40)), [(4,)])], state_after([loader])) == []
+
+
+@pytest.mark.parametrize("script", [[(4,)], [(3, 1)]])
+def test_another_sampler_is_warned_of_when_a_pass_is_resumed(script):
+    order = list(range(40))
+    state = state_after(build_all(Numbers(40), script, sampler=order))
+    assert (state["sample_at"], state["position"]) == (11, 12)
+    assert warned_of(build_all(Numbers(40), script, sampler=order), state) == []
+    (text,) = warned_of(build_all(Numbers(40), script, sampler=order[::-1]), state)
+    assert text.startswith("sample 11 of the sampler is not the one of the saved state, which is 12 samples into")
+    assert "build the sampler as it was" in text
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 0), (0, 2)])
+def test_a_stream_that_other_workers_read_in_another_order_is_warned_of(before, after):
+    state = state_after(build_all(Blocks(40), [(3, 1)], num_workers=before))
+    assert warned_of(build_all(Blocks(40), [(3, 1)], num_workers=before), state) == []
+    (text,) = warned_of(build_all(Blocks(40), [(3, 1)], num_workers=after), state)
+    assert text.startswith("sample 8 of the stream is not the one of the saved state (num_workers: then ")
+    assert "with as many workers" in text
+
+
+def test_a_stream_in_the_same_order_from_any_number_of_workers_says_nothing():
+    state = state_after(build_all(Stream(40), [(3, 1)], num_workers=2))
+    assert warned_of(build_all(Stream(40), [(3, 1)]), state) == []
+
+
+def test_another_stream_is_warned_of_when_a_pass_is_resumed():
+    class Later(Stream):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(5, 5 + self.length))
+
+    state = state_after(build_all(Stream(40), [(3, 1)]))
+    (text,) = warned_of(build_all(Later(40), [(3, 1)]), state)
+    assert "sample 8 of the stream is not the one of the saved state, which" in text
+
+
+@pytest.mark.parametrize(("script", "keywords"), [([(4,)], {}), ([(3, 1)], {"sharded": False})])
+def test_where_samples_are_not_compared_other_workers_are_warned_of(script, keywords):
+    state = state_after(build_all(Stream(40), script, num_workers=2, **keywords))
+    (text,) = warned_of(build_all(Stream(40), script, **keywords), state)
+    assert text.startswith("the stream is not read as it was for the saved state (num_workers: then 2 read, now 1)")
+    assert "every n-th sample has one order for all" in text
+
+
+def test_streams_of_ranks_that_other_workers_read_are_warned_of():
+    before = build(Stream(40), [(3, 1)], sharded=True, num_workers=2)
+    feed_of(before).num_own_steps = 10
+    assert list(itertools.islice(before, 3))[-1] == [6, 7, 8]
+    state = before.state_dict()
+    assert state["num_readers"] == 2
+    after = build(Stream(40), [(3, 1)], sharded=True)
+    feed_of(after).num_own_steps = 20
+    after.load_state_dict(state)
+    with pytest.warns(RuntimeWarning, match="then 2 read, now 1"):
+        assert next(iter(after)) == [9, 10, 11]
+    anew = build(Stream(40), [(3, 1)], sharded=True)
+    anew.load_state_dict({**state, "position": 0})
+    assert next(iter(anew)) == [0, 1, 2]
 
 
 # Bad input

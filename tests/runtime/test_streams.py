@@ -129,6 +129,20 @@ def test_a_dataset_of_each_ranks_own_part_is_warned_of_once(told):
     assert one == []
 
 
+def test_lists_that_each_rank_shuffles_before_a_pass_are_warned_of_once(told):
+    (zero, *seen), (one, *others) = values(told, "lists_shuffled_by_rank")
+    assert len({number for rank in (*seen, *others) for part in rank for number in part}) < LENGTH, "some never come"
+    assert [text[:64] for text in zero] == ["the lists in the dataset (files, labels, indices) differ between"]
+    assert "in epoch 1: where they were shuffled without a common seed" in zero[0]
+    assert one == []
+
+
+def test_lists_that_all_ranks_shuffle_alike_are_fine(told):
+    ranks = values(told, "lists_shuffled_by_epoch")
+    assert sorted(number for _, seen in ranks for part in seen for number in part) == list(range(LENGTH))
+    assert [warned for warned, _ in ranks] == [[], []]
+
+
 @pytest.mark.parametrize("case", ["loader_first", "attached_after"])
 def test_a_model_takes_a_loader_that_was_there_before(told, case):
     assert sorted(number for seen in values(told, case) for number in seen) == list(range(LENGTH))
@@ -140,7 +154,7 @@ def test_only_loaders_of_ours_can_be_given_to_a_model(told):
 
 
 def test_every_case_is_looked_at():
-    assert len(CASES) == 28
+    assert len(CASES) == 30
 
 
 # Fingerprints

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -230,17 +230,39 @@ def _bounds(bounds: Bounds | None, num_ranks: int, default_low: int) -> tuple[tu
 
 
 @dataclass(frozen=True, kw_only=True)
+class Trail:
+    """Numbers by which a later launch knows whether the samples before a place are those that were handed out.
+
+    Args:
+        lists: stands for the lists in the dataset when the pass began; 0 where it has none.
+        num_readers: processes that read a stream; 0 where samples have indices.
+        sample_at: the place of a sample that was handed out.
+        sample: stands for that sample; 0 where nothing is known of any.
+    """
+
+    lists: int = 0
+    num_readers: int = 0
+    sample_at: int = 0
+    sample: int = 0
+
+
+NO_TRAIL = Trail()
+
+
+@dataclass(frozen=True, kw_only=True)
 class EpochState:
     """A place in the data: `position` samples of epoch `epoch` have been handed out, over all ranks.
 
     Where each rank has a stream of its own, `shards` counts the samples asked of each stream, including those that an
-    ended stream no longer had. `is_last` is whether nothing of the epoch is left to hand out.
+    ended stream no longer had. `is_last` is whether nothing of the epoch is left to hand out. `trail` tells what was
+    handed out before.
     """
 
     epoch: int = 0
     position: int = 0
     shards: tuple[int, ...] = ()
     is_last: bool = False
+    trail: Trail = NO_TRAIL
 
 
 class Bookmark:
@@ -260,7 +282,10 @@ class Bookmark:
         (4, 1)
     """
 
-    def __init__(self, *, num_samples: int | None, seed: int, shuffle: bool, sharded: bool = False) -> None:
+    def __init__(
+        self, *, num_samples: int | None, seed: int, shuffle: bool, sharded: bool = False, is_fixed: bool = True
+    ) -> None:
+        self.is_fixed = is_fixed  # no epoch has more samples than num_samples
         self._identity = {
             "num_samples": -1 if num_samples is None else num_samples,
             "seed": whole_number("seed", seed, low=0, high=MAX_SEED),
@@ -271,6 +296,11 @@ class Bookmark:
         self._saved = self.next
         self.is_set = False  # where the next pass begins was said since the last one
         self.underway = False
+
+    @property
+    def identity(self) -> dict[str, int]:
+        """What this order of samples depends on, as plain numbers."""
+        return dict(self._identity)
 
     @property
     def place(self) -> EpochState:
@@ -297,9 +327,11 @@ class Bookmark:
         """Forget the place in an abandoned epoch: the next pass is about to begin."""
         self._saved = self.next
 
-    def advance(self, position: int, shards: tuple[int, ...] = (), *, is_last: bool = False) -> None:
+    def advance(
+        self, position: int, shards: tuple[int, ...] = (), *, is_last: bool = False, trail: Trail = NO_TRAIL
+    ) -> None:
         """Note that `position` samples of the epoch have been handed out, `shards` of each rank's own stream."""
-        self._saved = replace(self._saved, position=position, shards=shards, is_last=is_last)
+        self._saved = replace(self._saved, position=position, shards=shards, is_last=is_last, trail=trail)
 
     def finish(self) -> None:
         """Note that the pass came to the end of its epoch."""
@@ -329,7 +361,8 @@ class Bookmark:
         place = self._saved if place is None or self.is_set else place
         place = EpochState(epoch=place.epoch + 1) if place.is_last else place
         shards = {"shards": list(place.shards)} if place.shards else {}
-        return {"epoch": place.epoch, "position": place.position, **shards, **self._identity}
+        trail = {name: number for name, number in asdict(place.trail).items() if number and place.position}
+        return {"epoch": place.epoch, "position": place.position, **shards, **trail, **self._identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned, on any number of ranks."""
@@ -350,10 +383,13 @@ class Bookmark:
         try:
             length = self._identity["num_samples"]
             epoch = whole_number("saved epoch", state["epoch"], low=0)
-            high = None if length < 0 else length
+            high = length if length >= 0 and self.is_fixed else None
             position = whole_number("saved position", state["position"], low=0, high=high)
             shards = tuple(whole_number("saved shards", number, low=0) for number in state.get("shards", ()))
+            told = {field.name for field in fields(Trail)} & set(state)  # states of older versions have none of it
+            trail = Trail(**{name: whole_number(f"saved {name}", state[name], low=0) for name in told})
         except (InvalidInputError, TypeError) as error:
             raise StateError(f"{error}: the state is damaged or not of a loader") from None
-        self.next = self._saved = EpochState(epoch=epoch, position=position, shards=shards)
+        place = EpochState(epoch=epoch, position=position, shards=shards, trail=trail)
+        self.next = self._saved = place if position else EpochState(epoch=epoch)
         self.is_set = True

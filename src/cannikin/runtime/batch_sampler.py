@@ -59,8 +59,11 @@ class HeteroBatchSampler(OverPasses, Sampler[list[int]]):
             shuffle = options.get("shuffle")
             shuffle = shuffle is None or bool(shuffle)
             self._bookmark = Bookmark(num_samples=num_samples, seed=seed, shuffle=shuffle)
-            source = IndexSource(num_samples, seed=seed, shuffle=shuffle)
-            self._passes = Passes(engine, source, bookmark=self._bookmark, num_samples=num_samples, drop_last=drop_last)
+            source, listed = (
+                IndexSource(num_samples, seed=seed, shuffle=shuffle),
+                None if isinstance(data, int) else data,
+            )
+            self._passes = Passes(engine, source, bookmark=self._bookmark, drop_last=drop_last, data=listed)
             self._pass: object = None
             self._num_taken = self._num_waiting = self._num_grown = 0  # as of the last batch that was cut
         self._feed = self._passes.bind(self, job)
@@ -69,16 +72,14 @@ class HeteroBatchSampler(OverPasses, Sampler[list[int]]):
         if self._pass is not None:
             self._feed.end_epoch()
         this_pass = self._pass = object()
-        self._bookmark.turn()
-        place = self._bookmark.next
-        self._feed.begin_epoch(place.epoch, place.position)
+        self._passes.open()
         self._feed.between_steps(is_over=False)
         try:
             for step, indices in self._passes.steps():
                 self._refuse_dealer()
                 self._feed.hand_out(step.entry)
                 is_last = self._passes.is_last(step)
-                self._bookmark.advance(step.position, is_last=is_last)
+                self._bookmark.advance(step.position, is_last=is_last, trail=step.trail)
                 if is_last:
                     self._feed.pass_is_out()
                 yield indices

@@ -141,19 +141,25 @@ class Exchange:
         self.start_broadcast(values)
         return self.finish_broadcast()
 
-    def check_agreement(self, settings: dict[str, Any], advice: str = "give every rank the same") -> None:
-        """Raise the same error on every rank where they disagree on a setting, or where one of them refuses."""
+    def check_agreement(
+        self, settings: dict[str, Any], advice: str = "give every rank the same", *, beside: int = 0
+    ) -> bool:
+        """Raise the same error on every rank where they disagree on a setting, or where one of them refuses.
+
+        Returns whether they also have the same number `beside`, on which they need not agree.
+        """
         names = sorted(settings)
-        mine = [_digest(settings[name]) for name in names] + [_digest(names)]
+        mine = [_digest(settings[name]) for name in names] + [_digest(names), beside]
         refusals = self._refusals("", len(mine))
         if refusals:
             raise DisagreementError("; ".join(refusals))
         table = self._gather_now(torch.tensor(mine, dtype=torch.int64))
-        differing = (table != table[0]).any(dim=0)[:-1].tolist()
+        *differing, _, differs_beside = (table != table[0]).any(dim=0).tolist()
         wrong = [name for name, differs in zip(names, differing, strict=True) if differs]
         if wrong:
             told = ", ".join(f"{name}={settings[name]!r}" for name in wrong)
             raise DisagreementError(f"ranks disagree on {', '.join(wrong)}; rank {self.rank} has {told}: {advice}")
+        return not differs_beside
 
     def agrees(self, number: int) -> bool:
         """Return whether all ranks have the same number."""

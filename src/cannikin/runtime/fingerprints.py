@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from itertools import islice
 from pathlib import PurePath
@@ -37,12 +37,14 @@ def fingerprint(sample: Any) -> int:
     return 1 + int.from_bytes(digest.digest(), "big")
 
 
-def list_fingerprint(dataset: Any) -> int:
+def list_fingerprint(dataset: Any, among: Container[str] | None = None) -> int:
     """Return a number that stands for the lists in a dataset that have an entry per sample: files, labels, indices.
 
     So for the datasets that this one is made of: torch's, and those of Hugging Face, of which it reads a few rows as
     they are stored. Else no sample is loaded, which may be slow and may open files that workers should. Folders are
     left out of names. A list with places that are empty yet is a cache, which ranks may fill differently.
+
+    `among` has the names (`list_names`) of those that count, where not all do.
 
     Examples:
         >>> from torch.utils.data import Subset
@@ -50,21 +52,35 @@ def list_fingerprint(dataset: Any) -> int:
         >>> list_fingerprint(even) != list_fingerprint(odd)
         True
     """
-    datasets, number = [dataset], 0
-    for one in datasets:  # which grows
+    number = 0
+    for name, entries in _lists(dataset):
+        if among is None or name in among:
+            number = fingerprint((number, name, entries))
+    return number
+
+
+def list_names(dataset: Any) -> frozenset[str]:
+    """Return the names of the lists that `list_fingerprint` sees; a cache that fills up later is not among them."""
+    return frozenset(name for name, _ in _lists(dataset))
+
+
+def _lists(dataset: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the lists in a dataset by their names, each with some of its entries."""
+    datasets, paths = [dataset], [""]
+    for path, one in zip(paths, datasets, strict=True):  # which grow
         if _is_stored(one):
-            number = fingerprint((number, _without_folder(_stored_rows(one))))
+            yield path, _without_folder(_stored_rows(one))
             continue
-        length = _length(one)
+        length = length_of(one)
         for name, part in _held_by(one):
             if _is_dataset(part):
                 if len(datasets) < _DATASETS and all(part is not other for other in datasets):
                     datasets.append(part)
+                    paths.append(f"{path}.{name}")
             elif _is_list(part) and len(part) == length:
                 entries = [_without_folder(entry) for entry in _entries(part)]
                 if all(entry is not None for entry in entries):
-                    number = fingerprint((number, name, entries))
-    return number
+                    yield f"{path}.{name}", entries
 
 
 def _held_by(dataset: Any) -> Iterator[tuple[str, Any]]:
@@ -79,7 +95,8 @@ def _held_by(dataset: Any) -> Iterator[tuple[str, Any]]:
             yield from ((name, part) for part in parts if _is_dataset(part))
 
 
-def _length(dataset: Any) -> int | None:
+def length_of(dataset: Any) -> int | None:
+    """Return the length of a dataset; None where it cannot be known."""
     try:
         return len(dataset)
     except Exception:  # a stream; or the file that would tell is not open yet

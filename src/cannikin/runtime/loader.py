@@ -113,7 +113,13 @@ class HeteroDataLoader(OverPasses):
             if self._told is not None:
                 seed, shuffle = options.get("seed", self._told.seed), self._told.shuffle
             self._told_epoch = 0  # that the DistributedSampler was at in the pass before
-            self._bookmark = Bookmark(num_samples=self._num_samples, seed=seed, shuffle=shuffle, sharded=self.sharded)
+            self._bookmark = Bookmark(
+                num_samples=self._num_samples,
+                seed=seed,
+                shuffle=shuffle,
+                sharded=self.sharded,
+                is_fixed=self._order is None and not isinstance(dataset, IterableDataset),
+            )
             self._shuffle, self._seed = shuffle, seed
             given = {name: value for name, value in options.items() if name in READ and value is not None}
             self._read = {**READ, "prefetch_factor": 2 if options.get("num_workers") else None, **given}
@@ -173,13 +179,13 @@ class HeteroDataLoader(OverPasses):
             fetched: Dataset[Any] = self.dataset
             self._source: Source = IndexSource(self._num_samples or 0, seed=self._seed, shuffle=self._shuffle)
             if self._order is not None:
-                several = engine.world_size > 1
-                self._source = CommonStream(self._order, self._order, seed=self._seed, generator=None, tagged=several)
+                several, order = engine.world_size > 1, self._order
+                self._source = CommonStream(order, order, self._measured, seed=self._seed, tagged=several)
             elif isinstance(self.dataset, IterableDataset):
                 self._source, kwargs = self._stream(engine)
                 fetched = _AsRead()
-            bookmark, num_samples = self._bookmark, self._num_samples
-            self._passes = Passes(engine, self._source, bookmark=bookmark, num_samples=num_samples, drop_last=drop_last)
+            data = None if isinstance(self.dataset, IterableDataset) else self.dataset
+            self._passes = Passes(engine, self._source, bookmark=self._bookmark, drop_last=drop_last, data=data)
             self._cuts = _NotedSampler(self._passes)
             self._loader = DataLoader(fetched, batch_sampler=self._cuts, **kwargs)
         self._feed = self._passes.bind(self, job)
@@ -197,12 +203,18 @@ class HeteroDataLoader(OverPasses):
         if self.sharded:
             return OwnStream(self.dataset, reader, rank=engine.rank, num_ranks=engine.world_size), after
         tagged = engine.world_size > 1 and self._options.get("sharded") is None
-        return CommonStream(self.dataset, reader, seed=self._seed, generator=generator, tagged=tagged), after
+        stream = CommonStream(self.dataset, reader, self._measured, seed=self._seed, generator=generator, tagged=tagged)
+        return stream, after
+
+    def _measured(self) -> int | None:
+        """Return the samples of an epoch as they are told now: a sampler's, or a stream's, may be another one's."""
+        return None if self._num_samples is None else _length(self.dataset, self._order)
 
     def _warn_if_parted(self, engine: Engine) -> None:
         """Say so where ranks have lists of different samples, as those that each took its part of."""
         if isinstance(self.dataset, IterableDataset) or engine.agrees(list_fingerprint(self.dataset)):
             return
+        self._passes.compares_lists = False  # it is said once
         if engine.rank == 0:
             warnings.warn(
                 "the dataset's samples differ between ranks: index 7, say, must be the same sample on every rank, of "
@@ -215,9 +227,10 @@ class HeteroDataLoader(OverPasses):
     def __len__(self) -> int:
         if self._feed is not None:
             return super().__len__()
-        if self._num_samples is None:
+        num_samples = self._measured()
+        if num_samples is None:
             raise TypeError(NO_LENGTH)
-        return num_steps(self._num_samples, self.batch_size, drop_last=self.drop_last)
+        return num_steps(num_samples, self.batch_size, drop_last=self.drop_last)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where in the data training is, and what a sampler says of itself; the same on every rank.
@@ -237,9 +250,10 @@ class HeteroDataLoader(OverPasses):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned: the next `iter()` begins at the next sample."""
-        super().load_state_dict(state)
+        self._bookmark.load_state_dict(state)
         if "sampler" in state:
             restore_sampler(self._order, state["sampler"])
+        self.settle_place()
 
     def settle_place(self) -> None:
         """Look again at what is left of a loaded epoch, once there is a plan."""
@@ -249,7 +263,7 @@ class HeteroDataLoader(OverPasses):
     @property
     def sampler(self) -> Order:
         """The order of samples, for scripts that call `loader.sampler.set_epoch(epoch)`."""
-        return Order(self, self._num_samples)
+        return Order(self, self._measured())
 
     @property
     def batch_sampler(self) -> Sampler[list[Any]]:
@@ -320,8 +334,7 @@ class HeteroDataLoader(OverPasses):
         feed = self._bound()
         self._cuts.start()
         this_pass = self._this_pass = object()
-        self._bookmark.turn()
-        feed.begin_epoch(self._bookmark.next.epoch, self._bookmark.next.position)
+        self._passes.open()
         try:
             start_s, batches = time.perf_counter(), iter(self._loader)
             start_s += feed.between_steps(is_over=False)
@@ -330,7 +343,7 @@ class HeteroDataLoader(OverPasses):
                 if not feed.hand_out(entry, batch):
                     break
                 self.is_padding, self.is_last = step.entry.is_padding, self._passes.is_last(step)
-                self._bookmark.advance(step.position, step.shards, is_last=self.is_last)
+                self._bookmark.advance(step.position, step.shards, is_last=self.is_last, trail=step.trail)
                 if self.is_last:
                     feed.pass_is_out()
                 yield batch

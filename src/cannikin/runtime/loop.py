@@ -124,6 +124,7 @@ class Loop:
         self._told = ToldTotals(exchange)
         self._mistakes = Mistakes(exchange.rank, exchange.world_size)
         self._pass: dict[str, int] | None = None  # where a pass begins, until the ranks have agreed on it
+        self._lists = 0  # of the dataset when the pass began, as a number
         self._pass_over = False
         self.followers: list[Callable[[], AbstractContextManager[None]]] = []  # their no_sync
         self.watcher: StepWatcher | None = None  # a Snapshot, or a RayRun
@@ -203,9 +204,13 @@ class Loop:
         assert plan is not None, "only a loader that is bound asks"
         return plan
 
-    def begin_epoch(self, epoch: int, position: int) -> None:
-        """Begin a new iteration, at this sample of this epoch; forget batches of an abandoned one."""
+    def begin_epoch(self, epoch: int, position: int, lists: int = 0) -> None:
+        """Begin a new iteration, at this sample of this epoch; forget batches of an abandoned one.
+
+        `lists` stands for the lists in the dataset, which should be the same on all ranks.
+        """
         self.queue.begin_pass()
+        self._lists = lists
         self._pass = {"epoch": epoch, "position": position, "step": self.next_step}
         goal = {} if self.goal is None else {"goal": self.goal}
         has_length = self.coordinator.job is not None and self.coordinator.job.pass_steps is not None
@@ -507,7 +512,8 @@ class Loop:
         advice = "load the same saved state on every rank, and begin passes together"
         if self._num_taken:
             advice = f"call optimizer.step() after the same batches on every rank, and none left out; or {advice}"
-        self._exchange.check_agreement(place, advice)
+        if not self._exchange.check_agreement(place, advice, beside=self._lists):
+            self._mistakes.note_lists(begun["epoch"])
 
     def _record(self, happened: Happened) -> None:
         """Tell the observers of a decision, on rank 0."""

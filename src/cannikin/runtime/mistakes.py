@@ -20,6 +20,7 @@ class Mistakes:
     def __init__(self, rank: int, world_size: int) -> None:
         self.seeks_unplanned = world_size > 1
         self._rank = rank
+        self._seeks_other_lists = rank == 0  # in the dataset
         self._has_padded = False
         self._has_skipped = False
         self._seeks_alike = rank == 0  # streams of ranks' own that begin alike
@@ -62,6 +63,20 @@ class Mistakes:
                 "begin with the same samples on all of them, so that every sample is trained on once per rank: give "
                 "each rank a part, such as files[rank::world_size] or a shuffle by a seed of its own; or, where all "
                 "read the same stream, leave sharded=True out, and each is given its slice",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def note_lists(self, epoch: int) -> None:
+        """Take note that the dataset's lists are not the same on all ranks in this epoch."""
+        if self._seeks_other_lists:
+            self._seeks_other_lists = False
+            warnings.warn(
+                f"the lists in the dataset (files, labels, indices) differ between ranks in epoch {epoch}: where they "
+                "were shuffled without a common seed, index 7, say, is another sample on every rank, so that some are "
+                "trained on twice and others never; shuffle them by a seed and the epoch, alike on every rank, or "
+                "leave their order to the loader (shuffle=True). Where ranks only keep notes of their own there, this "
+                "does no harm",
                 RuntimeWarning,
                 stacklevel=2,
             )

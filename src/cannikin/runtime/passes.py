@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from cannikin.core.cutting import Bookmark, EpochState, cut, least_local, make_job, num_steps
+from cannikin.core.cutting import NO_TRAIL, Bookmark, EpochState, Trail, cut, least_local, make_job, num_steps
 from cannikin.core.ordering import NUM_STORED, IndexOrder
 from cannikin.core.values import Job, Plan
 from cannikin.errors import InvalidInputError
 from cannikin.runtime.entry import BatchEntry, BatchSource
+from cannikin.runtime.fingerprints import length_of, list_fingerprint, list_names
 from cannikin.runtime.loop import Loop
 from cannikin.runtime.options import DrawOptions, LoaderOptions
 
@@ -103,6 +104,8 @@ class CutStep:
         shards: of each rank's stream, where each has its own.
         copies: how often this rank's samples are given: twice where it is the only one left, which BatchNorm cannot
             normalise alone. It counts once.
+        trail: tells a later launch what has been handed out once this step is.
+        is_last: whether nothing of the epoch is left after it; None where the epoch's length says so.
     """
 
     entry: BatchEntry
@@ -110,6 +113,8 @@ class CutStep:
     position: int
     shards: tuple[int, ...] = ()
     copies: int = 1
+    trail: Trail = NO_TRAIL
+    is_last: bool | None = None
 
 
 class Cutter:
@@ -120,11 +125,13 @@ class Cutter:
         rank: whose slices these are.
         drop_last: leave out a last batch shorter than the plan's total.
         min_local: fewest samples a rank should get of a short last batch (`least_local`).
+        lists: stands for the lists in the dataset (`Trail`).
     """
 
-    def __init__(self, feed: Loop, rank: int, *, drop_last: bool, min_local: int) -> None:
+    def __init__(self, feed: Loop, rank: int, *, drop_last: bool, min_local: int, lists: int = 0) -> None:
         self._feed = feed
-        self._rank = rank
+        self.rank = rank
+        self._trail = Trail(lists=lists)
         self._drop_last = drop_last
         self._min_local = min_local
         self._step = feed.next_step
@@ -142,15 +149,21 @@ class Cutter:
         """Return the step at `position` with `remaining` samples left, after `look`; None where the pass is over."""
         plan = self.plan
         assert plan is not None, "look() comes first"
-        if remaining == 0 or (self._drop_last and remaining < plan.total_batch):
+        if remaining < self.num_needed:
             return None
         if self._drop_last:
             remaining = plan.total_batch
         slices = cut(plan.local_batches, remaining, min_local=self._min_local)
-        (start, count), total = slices[self._rank], sum(slices[-1])
+        (start, count), total = slices[self.rank], sum(slices[-1])
         entry, copies = self._next(plan, count, total_batch=total, ends_pass=total == remaining)
         self.position = position + total
-        return CutStep(entry=entry, start=position + start, position=self.position, copies=copies)
+        return CutStep(entry=entry, start=position + start, position=self.position, copies=copies, trail=self._trail)
+
+    @property
+    def num_needed(self) -> int:
+        """The fewest samples of which a step can be made, by the plan that `look` has seen."""
+        assert self.plan is not None, "look() comes first"
+        return self.plan.total_batch if self._drop_last else 1
 
     def take(self, shards: tuple[int, ...], count: int) -> CutStep:
         """Return a step in which this rank has `count` samples of its own stream, after `look`.
@@ -161,12 +174,12 @@ class Cutter:
         assert plan is not None, "look() comes first"
         entry, copies = self._next(plan, count, total_batch=plan.total_batch, own=True, whole=False)
         after = tuple(n + b for n, b in zip(shards, plan.local_batches, strict=True))
-        return CutStep(entry=entry, start=shards[self._rank], position=sum(after), shards=after, copies=copies)
+        return CutStep(entry=entry, start=shards[self.rank], position=sum(after), shards=after, copies=copies)
 
     def _next(self, plan: Plan, count: int, **more: Any) -> tuple[BatchEntry, int]:
         """Return the entry of the next step, in which this rank has so many samples, and how often they are given."""
         # Plans that ask for single samples are the user's wish.
-        copies = 2 if count == 1 < min(self._min_local, plan.local_batches[self._rank]) else 1
+        copies = 2 if count == 1 < min(self._min_local, plan.local_batches[self.rank]) else 1
         entry = BatchEntry(step=self._step, local_batch=count, is_padding=count == 0, checked=copies == 1, **more)
         self._step += 1
         self.num_cut += 1
@@ -185,6 +198,13 @@ class Source(Protocol):
     def tagged(self) -> bool:
         """Whether they do."""
 
+    @property
+    def num_samples(self) -> int | None:
+        """Samples of an epoch, as was last heard; None where that is not known."""
+
+    def measure(self, epoch: int | None = None) -> None:
+        """Look again how long an epoch is; where it is given, this one."""
+
     def steps(self, state: EpochState, cutter: Cutter) -> Iterator[tuple[CutStep, list[Any]]]:
         """Yield the steps from `state` to the epoch's end, each with what this rank gets of it."""
 
@@ -195,16 +215,19 @@ class IndexSource:
     tagged = False
 
     def __init__(self, num_samples: int, *, seed: int, shuffle: bool) -> None:
-        self._num_samples = num_samples
+        self.num_samples = num_samples
         self._seed = seed
         self._shuffle = shuffle
 
+    def measure(self, epoch: int | None = None) -> None:
+        """Leave the length as it was said, which the order of samples depends on."""
+
     def steps(self, state: EpochState, cutter: Cutter) -> Iterator[tuple[CutStep, list[Any]]]:
-        order = epoch_order(self._num_samples, seed=self._seed, epoch=state.epoch, shuffle=self._shuffle)
+        order = epoch_order(self.num_samples, seed=self._seed, epoch=state.epoch, shuffle=self._shuffle)
         position = state.position
-        while position < self._num_samples:
+        while position < self.num_samples:
             cutter.look()
-            step = cutter.cut(position, self._num_samples - position)
+            step = cutter.cut(position, self.num_samples - position)
             if step is None:
                 return
             mine = order[step.start : step.start + step.entry.local_batch].tolist()
@@ -219,25 +242,32 @@ class Passes:
         engine: of the model, not bound yet.
         source: where samples come from.
         bookmark: where in the data the passes are.
-        num_samples: length of an epoch; None where unknown.
         drop_last: leave out a last batch shorter than the plan's total.
+        data: what has the samples, of which lists are compared; None where there is nothing to compare.
+
+    Attributes:
+        compares_lists: whether ranks compare them when a pass begins.
     """
 
     def __init__(
-        self, engine: Engine, source: Source, *, bookmark: Bookmark, num_samples: int | None, drop_last: bool
+        self, engine: Engine, source: Source, *, bookmark: Bookmark, drop_last: bool, data: Any = None
     ) -> None:
         self.bookmark = bookmark
         self._engine = engine
         self.source = source
-        self._num_samples = num_samples
         self._drop_last = drop_last
+        self._data = data
+        self._names = list_names(data)
+        self._lists = 0
+        self.compares_lists = True
+        self._has_told = False  # that there are more samples than was said, or fewer
         self._min_local = least_local(engine.has_batch_norm)
         self._cutter: Cutter | None = None
 
     def bind(self, loader: BatchSource, job: Job) -> Loop:
         """Bind the loader whose passes these are to its model, and return what it hands batches out to."""
         # What ranks must agree on beside the job: an order of samples, and when plans take effect.
-        settings = {name: n for name, n in self.bookmark.state_dict().items() if name not in ("epoch", "position")}
+        settings = self.bookmark.identity
         settings["drop_last"] = int(self._drop_last)
         settings["prefetch_depth"] = loader.prefetch_depth
         settings["item_count"] = int(loader.item_count is not None)
@@ -247,13 +277,15 @@ class Passes:
     def settle_place(self) -> None:
         """Begin with the next epoch where the plan makes no step of what is left: loops count from `loader.epoch`."""
         place = self.bookmark.next
-        if self.bookmark.underway or not place.position or self._num_samples is None:
+        if self.bookmark.underway or not place.position or self.source.num_samples is None:
             return
+        self.source.measure(place.epoch)
+        num_left = (self.source.num_samples or 0) - place.position
         plan = self.feed.plan_at(self.feed.next_step)
-        if self._steps_from(place.position, plan):
+        # More samples than an order that may grow is said to have: that they have come shows that it has more.
+        if self._steps_from(place.position, plan) or (num_left <= 0 and not self.bookmark.is_fixed):
             return
         self.bookmark.leave_rest()
-        num_left = self._num_samples - place.position
         if num_left and self._engine.rank == 0:
             warnings.warn(
                 f"of epoch {place.epoch}, {num_left} samples are left, fewer than the total "
@@ -263,37 +295,100 @@ class Passes:
                 stacklevel=4,
             )
 
+    def open(self) -> None:
+        """Begin a pass, on every rank: from here on its batches are cut."""
+        self.bookmark.turn()
+        self._lists = 0 if self._data is None else list_fingerprint(self._data, self._names)
+        self._tell_if_changed()
+        place = self.bookmark.next
+        self.feed.begin_epoch(place.epoch, place.position, self._lists if self.compares_lists else 0)
+
     def steps(self) -> Iterator[tuple[CutStep, list[Any]]]:
         """Yield the steps of one pass; a resumed pass that has none left becomes one over the next epoch."""
         while True:
             state = self.bookmark.begin()
-            cutter = Cutter(self.feed, self._engine.rank, drop_last=self._drop_last, min_local=self._min_local)
-            self._cutter = cutter
-            yield from self.source.steps(state, cutter)
+            if state.position and state.trail.lists not in (0, self._lists):
+                warn_of_another_order(
+                    self._engine.rank,
+                    state,
+                    "the lists in the dataset (files, labels, indices) are not those of the saved state",
+                    "sort what is listed from folders, give random_split and shuffles a seed",
+                )
+            options: Any = {"drop_last": self._drop_last, "min_local": self._min_local}
+            self._cutter = cutter = Cutter(self.feed, self._engine.rank, lists=self._lists, **options)
+            for step, samples in self.source.steps(state, cutter):
+                self._tell_if_longer(step)
+                yield step, samples
             if cutter.num_cut or not state.position:
                 return
 
+    def _tell_if_changed(self) -> None:
+        """Warn once where a dataset with indices has become longer or shorter than the order that is cut."""
+        length = self.source.num_samples
+        now = length_of(self._data) if self.bookmark.is_fixed else None
+        if self._has_told or now in (None, length):
+            return
+        self._has_told = True
+        if self._engine.rank == 0:
+            warnings.warn(
+                f"the dataset has {now} samples, and {length} when its loader was built: a pass goes over {length}, "
+                "and others are never trained on; for a dataset that grows or shrinks give HeteroDataLoader "
+                "sampler=torch.utils.data.RandomSampler(dataset), which is asked for its length in each pass",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _tell_if_longer(self, step: CutStep) -> None:
+        """Warn once of a pass that has more samples than was said."""
+        length = self.source.num_samples
+        if self._has_told or length is None or step.position <= length:
+            return
+        self._has_told = True
+        if self._engine.rank == 0:
+            warnings.warn(
+                f"this pass has more samples than the {length} that len() of its sampler or iterable dataset says: all "
+                "of them are trained on, but len(loader) goes by that number; let __len__ say how many come in the "
+                "epoch that set_epoch has set",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
     def is_last(self, step: CutStep) -> bool:
         """Return whether nothing is left of the epoch after this step, as far as its length is known."""
+        if step.is_last is not None:
+            return step.is_last
         cutter = self._cutter
-        if self._num_samples is None or cutter is None or cutter.plan is None or cutter.position > step.position:
+        if self.source.num_samples is None or cutter is None or cutter.plan is None or cutter.position > step.position:
             return False
         return self._steps_from(step.position, cutter.plan) == 0
 
     def __len__(self) -> int:
         """Steps of the pass underway, or else of the next, with the plan in force for all that are not cut yet."""
-        if self._num_samples is None:
+        if self.source.num_samples is None:
             raise TypeError(NO_LENGTH)
         cutter = self._cutter
         if self.bookmark.underway and cutter is not None and cutter.num_cut and cutter.plan is not None:
             return cutter.num_cut + self._steps_from(cutter.position, cutter.plan)
+        self.source.measure()
         plan = self.feed.plan_at(self.feed.next_step)
         return self._steps_from(self.bookmark.next.position, plan) or self._steps_from(0, plan)
 
     def _steps_from(self, position: int, plan: Plan) -> int:
-        remaining = max(0, (self._num_samples or 0) - position)
+        remaining = max(0, (self.source.num_samples or 0) - position)
         min_local = min(self._min_local, *plan.local_batches)
         return num_steps(remaining, plan.total_batch, drop_last=self._drop_last, min_local=min_local)
+
+
+def warn_of_another_order(rank: int, place: EpochState, what: str, advice: str) -> None:
+    """Warn, on rank 0, that a saved place is one in another order of samples."""
+    if rank == 0:
+        warnings.warn(
+            f"{what}, which is {place.position} samples into epoch {place.epoch}: in another order that is another "
+            f"place, and samples of this epoch may come twice or not at all; {advice}. Where the change is meant, "
+            'begin the epoch anew, by loader.load_state_dict({**loader.state_dict(), "position": 0}) before its loop',
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 class OverPasses:

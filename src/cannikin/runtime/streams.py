@@ -12,7 +12,7 @@ error.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import chain, islice
@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from cannikin.core.cutting import EpochState
+from cannikin.core.cutting import EpochState, Trail
 from cannikin.errors import InvalidInputError, StateError
 from cannikin.runtime.fingerprints import fingerprint
-from cannikin.runtime.passes import CutStep, Cutter, two_of
+from cannikin.runtime.passes import CutStep, Cutter, two_of, warn_of_another_order
 
 _HEAD = 16  # samples by which streams are told apart: two classes in random order begin alike once in 65,536 times
 
@@ -92,21 +92,39 @@ class CommonStream:
 
     Args:
         owner: whose `set_epoch` is called before a pass, where it has one.
-        reader: what is read, afresh in each pass.
+        reader: what is read, afresh in each pass; the owner itself, where that is a sampler.
+        count: returns the samples of an epoch as they are told at that moment; None where they are not.
         seed: of the random numbers that reading draws.
         generator: seeds the reader's workers.
         tagged: whether ranks compare what they have read.
     """
 
     def __init__(
-        self, owner: Any, reader: Iterable[Any], *, seed: int, generator: torch.Generator | None, tagged: bool
+        self,
+        owner: Any,
+        reader: Iterable[Any],
+        count: Callable[[], int | None],
+        *,
+        seed: int,
+        generator: torch.Generator | None = None,
+        tagged: bool,
     ) -> None:
         self._owner = owner
         self._reader = reader
+        self._count = count
+        self.num_samples = count()
+        self._is_sampler = owner is reader
+        self._num_readers = 0 if self._is_sampler else _num_readers(reader)
         self._seed = seed
         self._generator = generator
         self.tagged = tagged
         self.begun: Any = None  # the state of a sampler at the start of the pass
+
+    def measure(self, epoch: int | None = None) -> None:
+        """Look again how long an epoch is; where it is given, this one."""
+        if epoch is not None:
+            _set_epoch(self._owner, epoch)
+        self.num_samples = self._count()
 
     def steps(self, state: EpochState, cutter: Cutter) -> Iterator[tuple[CutStep, list[Any]]]:
         """Yield the steps from `state` to the end of the stream."""
@@ -115,11 +133,13 @@ class CommonStream:
             randomness = nullcontext()
         if self._generator is not None:
             self._generator.manual_seed(_mixed(self._seed, state.epoch))
-        if self._owner is self._reader:
+        if self._is_sampler:
             self.begun = sampler_state(self._owner)
         with randomness:
             stream = _open(self._owner, self._reader, state.epoch)
-            _skip(stream, state.position)
+            found = _skip(stream, state.position, state.trail.sample_at)
+        self._compare(state, found, cutter.rank)
+        self.num_samples = self._count()
         position = state.position
         chunk: list[Any] = []  # read and not handed out yet
         padding: list[Any] = []
@@ -130,12 +150,44 @@ class CommonStream:
             step = cutter.cut(position, len(chunk))
             if step is None:
                 return
-            if self.tagged:
-                step = replace(step, entry=replace(step.entry, tag=fingerprint((len(chunk), chunk[0]))))
+            step = self._told(step, position, chunk)
             first = step.start - position
-            yield step, chunk[first : first + step.entry.local_batch] * step.copies or padding
+            mine = chunk[first : first + step.entry.local_batch] * step.copies or padding
             del chunk[: step.position - position]
             position = step.position
+            # The end is where reading ends: whoever tells a length beforehand may be wrong.
+            if self.num_samples is not None and self.num_samples - position < cutter.num_needed:
+                with randomness:
+                    chunk += islice(stream, max(0, cutter.num_needed - len(chunk)))
+                step = replace(step, is_last=len(chunk) < cutter.num_needed)
+            yield step, mine
+
+    def _told(self, step: CutStep, position: int, chunk: list[Any]) -> CutStep:
+        """Return the step with what ranks compare of it, and what a later launch does."""
+        entry, known = step.entry, {"sample_at": position, "sample": 0}
+        if self.tagged:
+            known["sample"] = fingerprint(chunk[0])
+            entry = replace(entry, tag=fingerprint((len(chunk), known["sample"])))
+        if self._is_sampler:  # an index costs nothing to look at: orders that differ may begin alike
+            last = step.position - 1
+            known = {"sample_at": last, "sample": fingerprint(chunk[last - position])}
+        return replace(
+            step, entry=entry, is_last=False, trail=replace(step.trail, num_readers=self._num_readers, **known)
+        )
+
+    def _compare(self, place: EpochState, found: int, rank: int) -> None:
+        """Warn where the samples before a saved place are not those that were handed out then."""
+        trail = place.trail
+        change = _other_readers(trail, self._num_readers)
+        is_known = trail.sample and trail.sample_at < place.position
+        if is_known and found != trail.sample:
+            source, advice = "stream", "read the same samples in the same order"
+            if self._is_sampler:
+                source, advice = "sampler", "build the sampler as it was"
+            what = f"sample {trail.sample_at} of the {source} is not the one of the saved state{change}"
+            warn_of_another_order(rank, place, what, f"{advice}{', with as many workers' if change else ''}")
+        elif change and not (is_known and trail.sample_at):  # where any order begins with the same sample
+            _warn_of_readers(rank, place, change)
 
 
 class OwnStream:
@@ -145,12 +197,17 @@ class OwnStream:
     """
 
     tagged = False
+    num_samples: int | None = None
 
     def __init__(self, owner: object, reader: Iterable[Any], *, rank: int, num_ranks: int) -> None:
+        self._num_readers = _num_readers(reader)
         self._owner = owner
         self._reader = reader
         self._rank = rank
         self._num_ranks = num_ranks
+
+    def measure(self, epoch: int | None = None) -> None:
+        """Do nothing: nobody knows how long the others' streams are."""
 
     def steps(self, state: EpochState, cutter: Cutter) -> Iterator[tuple[CutStep, list[Any]]]:
         """Yield the steps from `state` on, without end."""
@@ -160,6 +217,10 @@ class OwnStream:
                 f"the saved state is of {len(shards)} ranks that each had a stream of its own, and these are "
                 f"{self._num_ranks}: resume on as many, or leave the loader's state out to begin afresh"
             )
+        change = _other_readers(state.trail, self._num_readers)
+        if change:
+            _warn_of_readers(self._rank, state, change)
+        trail = Trail(num_readers=self._num_readers)
         stream = _open(self._owner, self._reader, state.epoch)
         head = list(islice(stream, 1))
         if not head:
@@ -174,7 +235,7 @@ class OwnStream:
             cutter.look()
             assert cutter.plan is not None
             chunk = list(islice(stream, cutter.plan.local_batches[self._rank]))
-            step = cutter.take(shards, len(chunk))
+            step = replace(cutter.take(shards, len(chunk)), trail=trail)
             first += [fingerprint(sample) for sample in chunk[: 0 if is_told else _HEAD - len(first)]]
             if not is_told and min(step.shards) >= _HEAD:  # the same step on all ranks
                 is_told = True
@@ -188,17 +249,43 @@ def _number_of(first: list[int]) -> int | None:
     return fingerprint(first) if len(first) == _HEAD and len(set(first)) > 1 else None
 
 
+def _num_readers(reader: object) -> int:
+    return max(1, getattr(reader, "num_workers", 0))
+
+
+def _other_readers(trail: Trail, num_readers: int) -> str:
+    """Return that a stream was read by another number of processes, in words; nothing where it was not."""
+    if trail.num_readers in (0, num_readers):
+        return ""
+    return f" (num_workers: then {trail.num_readers} read, now {num_readers})"
+
+
+def _warn_of_readers(rank: int, place: EpochState, change: str) -> None:
+    what = f"the stream is not read as it was for the saved state{change}"
+    advice = "read with as many workers; a stream of which each worker takes every n-th sample has one order for all"
+    warn_of_another_order(rank, place, what, advice)
+
+
 def _open(owner: object, reader: Iterable[Any], epoch: int) -> Iterator[Any]:
-    set_epoch = getattr(owner, "set_epoch", None)
-    if callable(set_epoch):
-        set_epoch(epoch)
+    _set_epoch(owner, epoch)
     return iter(reader)
 
 
-def _skip(stream: Iterator[Any], position: int) -> None:
-    num_skipped = sum(1 for _ in islice(stream, position))
+def _set_epoch(owner: object, epoch: int) -> None:
+    set_epoch = getattr(owner, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(epoch)
+
+
+def _skip(stream: Iterator[Any], position: int, at: int) -> int:
+    """Read up to a place; return the fingerprint of the sample at another one before it, or 0."""
+    found = num_skipped = 0
+    for num_skipped, sample in enumerate(islice(stream, position), start=1):
+        if num_skipped == at + 1:
+            found = fingerprint(sample)
     if num_skipped < position:
         raise StateError(
             f"the stream ended after {num_skipped} samples, the saved state is at sample {position} of it: "
             "resume on the stream that was saved, or leave the loader's state out to begin afresh"
         )
+    return found
