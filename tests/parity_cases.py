@@ -371,6 +371,44 @@ def forward_only_loop(run: Run) -> None:
             run.optimizer.zero_grad()
 
 
+@dataclass(frozen=True)
+class Shared:
+    """Two forwards share each backward, one of them under no_sync; the loss is of both, or one is only logged.
+
+    Args:
+        unsynced: which of the two is under no_sync, 0 or 1.
+        logged: which is only logged; None where the loss is of both.
+        piles: two batches pile up for one step of the optimizer, the first one's backward under no_sync as well.
+    """
+
+    unsynced: int
+    logged: int | None = None
+    piles: bool = False
+
+    def __call__(self, run: Run) -> None:
+        for index, (x, y) in enumerate(run.batches):
+            steps = index % 2 == 1 or not self.piles
+            losses = []
+            with nullcontext() if steps else run.no_sync():
+                for number, inputs in enumerate((x, 1.1 * x + 0.1)):
+                    with run.no_sync() if number == self.unsynced else nullcontext():
+                        losses.append(run.loss(run.model, (inputs, y)))
+                sum(loss for number, loss in enumerate(losses) if number != self.logged).backward()
+            if steps:
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+
+
+def joint_loop(run: Run) -> None:
+    """One backward for two batches, of which the first one's forward was under no_sync."""
+    for first, second in zip(run.batches, run.batches, strict=False):
+        with run.no_sync():
+            loss = run.loss(run.model, first)
+        run.optimizer.zero_grad()
+        (loss + run.loss(run.model, second)).div(2).backward()
+        run.optimizer.step()
+
+
 def reducing_loop(run: Run) -> None:
     """Gradients pile up, and every batch's are reduced all the same."""
     for index, batch in enumerate(run.batches):
@@ -663,7 +701,7 @@ def scaler_1024() -> Any:
 
 TOKENS = {"loss": token_loss, "data": sequences}
 COUNTED = (("item_count", num_tokens),)
-THRICE = Told(num_batches=3 * NUM_STEPS)
+TWICE, THRICE = Told(num_batches=2 * NUM_STEPS), Told(num_batches=3 * NUM_STEPS)
 
 # What must hold on any number of ranks.
 CASES: dict[str, Case] = {
@@ -718,6 +756,13 @@ MORE_CASES: dict[str, Case] = {
     "accumulation, no_sync around forwards only": Case(loop=forward_only_loop, feed=THRICE),
     "two forwards before a backward": Case(loss=twofold_loss),
     "two forwards before a backward, loss weighting": Case(loss=twofold_loss, keywords={"weighting": "loss"}),
+    "two forwards, the first under no_sync": Case(loop=Shared(unsynced=0)),
+    "two forwards, the second under no_sync": Case(loop=Shared(unsynced=1)),
+    "two forwards, the first under no_sync, which pile up": Case(loop=Shared(unsynced=0, piles=True), feed=TWICE),
+    "two forwards, the second under no_sync, which pile up": Case(loop=Shared(unsynced=1, piles=True), feed=TWICE),
+    "a forward that is logged, under no_sync": Case(loop=Shared(unsynced=1, logged=1)),
+    "a forward that is logged, under no_sync, first": Case(loop=Shared(unsynced=0, logged=0)),
+    "two batches in one backward, the first under no_sync": Case(loop=joint_loop, feed=Loaded()),
     "checkpoints": Case(net=partial(Checkpointed, use_reentrant=False)),
     "reentrant checkpoints": Case(net=partial(Checkpointed, use_reentrant=True)),
     "a plain DDP inside": Case(net=nested),
