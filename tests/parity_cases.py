@@ -74,6 +74,25 @@ class Heads(nn.Module):
         return {"hidden": hidden, "heads": (first, torch.tanh(self.tail(first))), "name": "heads", "count": len(x)}
 
 
+class Named(dict[str, Any]):
+    """A dict whose items are attributes as well; pytree does not know it."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(**items)
+        self.__dict__ = self
+
+
+class Naming(nn.Module):
+    """Returns a tensor beside such a dict, which the loss uses in both ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.tail = mlp(), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Named]:
+        return self.net(x), Named(tail=self.tail(x))
+
+
 @dataclass
 class Answer:
     """An output in a class that pytree does not know; DDP looks into such."""
@@ -175,6 +194,12 @@ def heads_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     out = model(x)
     first, second = out["heads"]
     return ((first - y) ** 2).mean() + 0.5 * ((second + first - y) ** 2).mean() + 0.1 * (out["hidden"] ** 2).mean()
+
+
+def naming_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    x, y = batch
+    first, named = model(x)
+    return ((first - y) ** 2).mean() + ((named.tail - y) ** 2).mean() + 0.5 * (named["tail"] ** 2).mean()
 
 
 def answer_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -742,6 +767,10 @@ MORE_CASES: dict[str, Case] = {
     "outputs in a dict and a tuple, loss weighting": Case(net=Heads, loss=heads_loss, keywords={"weighting": "loss"}),
     "outputs in a dataclass": Case(net=Answering, loss=answer_loss),
     "outputs in a dataclass, loss weighting": Case(net=Answering, loss=answer_loss, keywords={"weighting": "loss"}),
+    "outputs in a dict of its own class, accumulation": Case(
+        net=Naming, loss=naming_loss, loop=accumulating_loop, feed=THRICE
+    ),
+    "outputs in a dict of its own class, ragged accumulation": Case(net=Naming, loss=naming_loss, loop=ragged_loop),
     "loss computed inside": Case(net=LossInside, loss=inside_loss, keywords={"weighting": "loss"}),
     "complex outputs": Case(net=Complex, loss=complex_loss, keywords={"weighting": "loss"}),
     "outputs changed in place": Case(loss=inplace_loss),

@@ -317,6 +317,34 @@ def unsynced_backward(rank: int) -> None:
         loss.backward()
 
 
+class Acting(nn.Module):
+    """Returns a distribution beside a tensor, as an actor and its critic do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.value = nn.Linear(3, 1), nn.Linear(3, 1)
+
+    def forward(self, features: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        means = torch.distributions.Normal(self.mean(features), torch.ones(1))
+        return torch.distributions.Independent(means, 1), self.value(features)
+
+
+def acting(rank: int, weighting: str = "auto", no_sync: bool = False, parts: bool = False) -> int:
+    """Steps whose gradients were taken."""
+    net = Acting()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    model = HeteroDataParallel(net, optimizer, weighting=weighting)
+    num_steps = 0
+    for features, targets, _ in HeteroDataLoader(Numbered(24), model=model, batch_size=6, local_batches=[4, 2]):
+        batch = (features, targets)
+        with model.no_sync() if no_sync else nullcontext():
+            for part, target in model.micro_batches(batch, 2) if parts else [batch]:
+                chosen, value = model(part)
+                (value.square().mean() - chosen.log_prob(target).mean()).backward()
+        num_steps += 1
+    return num_steps
+
+
 def rules_that_do_not_match(rank: int, lr_rule: Sequence[str]) -> None:
     net = TinyNet()
     optimizers = [torch.optim.SGD(layer.parameters(), lr=0.01) for layer in (net.first, net.second)]

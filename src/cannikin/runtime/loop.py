@@ -46,6 +46,7 @@ from cannikin.runtime.waiting import BatchQueue, ToldTotals, check_size
 from cannikin.runtime.weighting import (
     ParameterGradients,
     RunningStatistics,
+    find_hidden,
     has_batch_norm,
     has_tensors,
     is_inward,
@@ -588,8 +589,10 @@ class Loop:
             handles = watch_outputs(output, begin)
             step.watches += handles
             num_marked = len(handles)
-        if num_marked == 0 and (self._num_taken == 1 or (scale is not None and not has_tensors(output))):
-            _explain_unmarked(output, needed=scale is not None)
+        hidden = None if scale is None else find_hidden(output)
+        is_unmarked = num_marked == 0 and (self._num_taken == 1 or (scale is not None and not has_tensors(output)))
+        if is_unmarked or hidden is not None:
+            _explain_unmarked(output, hidden, needed=scale is not None)
         return output
 
     # Backward.
@@ -727,10 +730,16 @@ def loops_of(optimizer: torch.optim.Optimizer) -> list[Loop]:
     return [owner for hook in hooks if isinstance(owner := getattr(hook, "__self__", None), Loop)]
 
 
-def _explain_unmarked(output: Any, *, needed: bool) -> None:
-    """Say what follows where forward's output has nothing to mark."""
+def _explain_unmarked(output: Any, hidden: object | None, *, needed: bool) -> None:
+    """Say what follows where forward's output has nothing to mark, or tensors out of sight in an object."""
     text = f"forward returned a {type(output).__name__} in which no tensor with a gradient was found"
-    advice = "return tensors, also in lists, tuples, dicts or dataclasses"
+    if hidden is not None and hidden is not output:
+        within = type(hidden).__name__
+        text = f"forward returned a {type(output).__name__} with a {within}, whose tensors with a gradient are not seen"
+    advice = (
+        "return tensors, also in lists, tuples, dicts or dataclasses, and make a torch.distributions object of them in "
+        "the loss"
+    )
     if needed:
         raise InvalidInputError(f"{text}, so its loss cannot be weighted: {advice}")
     effect = "this rank's time cannot be measured, so that nothing adapts, and batches cannot accumulate"
