@@ -28,6 +28,7 @@ PARITY = {
     "residual first": partial(cases.worst_error, backward=cases.residual_first),
     "residual first, and said": partial(cases.worst_error, backward=partial(cases.residual_first, says_so=True)),
     "attacked": partial(cases.worst_error, backward=cases.attacked),
+    "attacked while frozen": partial(cases.worst_error, backward=cases.attacked_while_frozen),
     "slopes of weights": partial(cases.worst_error, backward=cases.slopes_of_weights),
 }
 PROGRESS = {

@@ -250,17 +250,17 @@ class ParameterGradients:
         self._has_looked = False
 
     def find(self, module: torch.nn.Module, output: Any) -> None:
-        """Look, after the first forward, whether parameters are to be found in the graph of its outputs.
+        """Look, after the first forward that trains, whether parameters are to be found in the graph of its outputs.
 
         Under `fully_shard`, or where all layers are in reentrant checkpoints, none are: then every backward counts.
+        Where all parameters are frozen, as while an attack is sought, none does.
         """
         if self._has_looked:
             return
-        tensors = _with_gradient(output)
-        if tensors:
-            self._has_looked = True
-            own = {id(parameter) for parameter in module.parameters()}
-            self._module = module if _leads_to(own, [tensor.grad_fn for tensor in tensors]) else None
+        nodes = [tensor.grad_fn for tensor in _with_gradient(output)]
+        trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+        self._has_looked = bool(nodes and trained)
+        self._module = module if nodes and (not trained or _leads_to(trained, nodes)) else None
 
     def come(self) -> bool:
         """Return whether the backward under way brings gradients of parameters."""
