@@ -74,6 +74,25 @@ class Heads(nn.Module):
         return {"hidden": hidden, "heads": (first, torch.tanh(self.tail(first))), "name": "heads", "count": len(x)}
 
 
+class Named(dict[str, Any]):
+    """A dict whose items are attributes as well; pytree does not know it."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(**items)
+        self.__dict__ = self
+
+
+class Naming(nn.Module):
+    """Returns a tensor beside such a dict, which the loss uses in both ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.tail = mlp(), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Named]:
+        return self.net(x), Named(tail=self.tail(x))
+
+
 @dataclass
 class Answer:
     """An output in a class that pytree does not know; DDP looks into such."""
@@ -175,6 +194,12 @@ def heads_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     out = model(x)
     first, second = out["heads"]
     return ((first - y) ** 2).mean() + 0.5 * ((second + first - y) ** 2).mean() + 0.1 * (out["hidden"] ** 2).mean()
+
+
+def naming_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    x, y = batch
+    first, named = model(x)
+    return ((first - y) ** 2).mean() + ((named.tail - y) ** 2).mean() + 0.5 * (named["tail"] ** 2).mean()
 
 
 def answer_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -369,6 +394,44 @@ def forward_only_loop(run: Run) -> None:
         if last:
             run.optimizer.step()
             run.optimizer.zero_grad()
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Two forwards share each backward, one of them under no_sync; the loss is of both, or one is only logged.
+
+    Args:
+        unsynced: which of the two is under no_sync, 0 or 1.
+        logged: which is only logged; None where the loss is of both.
+        piles: two batches pile up for one step of the optimizer, the first one's backward under no_sync as well.
+    """
+
+    unsynced: int
+    logged: int | None = None
+    piles: bool = False
+
+    def __call__(self, run: Run) -> None:
+        for index, (x, y) in enumerate(run.batches):
+            steps = index % 2 == 1 or not self.piles
+            losses = []
+            with nullcontext() if steps else run.no_sync():
+                for number, inputs in enumerate((x, 1.1 * x + 0.1)):
+                    with run.no_sync() if number == self.unsynced else nullcontext():
+                        losses.append(run.loss(run.model, (inputs, y)))
+                sum(loss for number, loss in enumerate(losses) if number != self.logged).backward()
+            if steps:
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+
+
+def joint_loop(run: Run) -> None:
+    """One backward for two batches, of which the first one's forward was under no_sync."""
+    for first, second in zip(run.batches, run.batches, strict=False):
+        with run.no_sync():
+            loss = run.loss(run.model, first)
+        run.optimizer.zero_grad()
+        (loss + run.loss(run.model, second)).div(2).backward()
+        run.optimizer.step()
 
 
 def reducing_loop(run: Run) -> None:
@@ -663,7 +726,7 @@ def scaler_1024() -> Any:
 
 TOKENS = {"loss": token_loss, "data": sequences}
 COUNTED = (("item_count", num_tokens),)
-THRICE = Told(num_batches=3 * NUM_STEPS)
+TWICE, THRICE = Told(num_batches=2 * NUM_STEPS), Told(num_batches=3 * NUM_STEPS)
 
 # What must hold on any number of ranks.
 CASES: dict[str, Case] = {
@@ -704,6 +767,10 @@ MORE_CASES: dict[str, Case] = {
     "outputs in a dict and a tuple, loss weighting": Case(net=Heads, loss=heads_loss, keywords={"weighting": "loss"}),
     "outputs in a dataclass": Case(net=Answering, loss=answer_loss),
     "outputs in a dataclass, loss weighting": Case(net=Answering, loss=answer_loss, keywords={"weighting": "loss"}),
+    "outputs in a dict of its own class, accumulation": Case(
+        net=Naming, loss=naming_loss, loop=accumulating_loop, feed=THRICE
+    ),
+    "outputs in a dict of its own class, ragged accumulation": Case(net=Naming, loss=naming_loss, loop=ragged_loop),
     "loss computed inside": Case(net=LossInside, loss=inside_loss, keywords={"weighting": "loss"}),
     "complex outputs": Case(net=Complex, loss=complex_loss, keywords={"weighting": "loss"}),
     "outputs changed in place": Case(loss=inplace_loss),
@@ -718,6 +785,13 @@ MORE_CASES: dict[str, Case] = {
     "accumulation, no_sync around forwards only": Case(loop=forward_only_loop, feed=THRICE),
     "two forwards before a backward": Case(loss=twofold_loss),
     "two forwards before a backward, loss weighting": Case(loss=twofold_loss, keywords={"weighting": "loss"}),
+    "two forwards, the first under no_sync": Case(loop=Shared(unsynced=0)),
+    "two forwards, the second under no_sync": Case(loop=Shared(unsynced=1)),
+    "two forwards, the first under no_sync, which pile up": Case(loop=Shared(unsynced=0, piles=True), feed=TWICE),
+    "two forwards, the second under no_sync, which pile up": Case(loop=Shared(unsynced=1, piles=True), feed=TWICE),
+    "a forward that is logged, under no_sync": Case(loop=Shared(unsynced=1, logged=1)),
+    "a forward that is logged, under no_sync, first": Case(loop=Shared(unsynced=0, logged=0)),
+    "two batches in one backward, the first under no_sync": Case(loop=joint_loop, feed=Loaded()),
     "checkpoints": Case(net=partial(Checkpointed, use_reentrant=False)),
     "reentrant checkpoints": Case(net=partial(Checkpointed, use_reentrant=True)),
     "a plain DDP inside": Case(net=nested),

@@ -12,12 +12,13 @@ import torch
 from framework_loop_cases import groups
 from told import collecting_warnings
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
 from training_cases import Numbered, ScriptedPlanner, TinyNet, digits, digits_net, fail_on_warnings
 
 from cannikin.core.planner import Noise
 from cannikin.runtime.loader import HeteroDataLoader
-from cannikin.runtime.parallel import HeteroDataParallel
+from cannikin.runtime.parallel import HeteroDataParallel, attach
 from cannikin.runtime.schedulers import by_progress
 
 
@@ -291,6 +292,57 @@ def penalty(rank: int, weighting: str, no_sync: bool) -> None:
         with model.no_sync() if no_sync else nullcontext():
             (slope,) = torch.autograd.grad(model(features).sum(), net.first.weight, create_graph=True)
             slope.square().mean().backward()
+
+
+def joint(rank: int) -> None:
+    """One backward for two batches, of which the second one's forward alone is under no_sync."""
+    net = TinyNet()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    model = HeteroDataParallel(net, optimizer)
+    batches = iter(HeteroDataLoader(Numbered(24), model=model, batch_size=6, local_batches=[4, 2]))
+    (first, _, _), (second, _, _) = next(batches), next(batches)
+    loss = model(first).square().mean()
+    with model.no_sync():
+        loss = loss + model(second).square().mean()
+    loss.backward()
+
+
+def unsynced_backward(rank: int) -> None:
+    """Of a sharded module, which reduces where backward is outside of no_sync, wherever forward was."""
+    net = fully_shard(TinyNet())
+    engine = attach(net, torch.optim.SGD(net.parameters(), lr=0.01))
+    for features, _, _ in HeteroDataLoader(Numbered(24), model=engine, batch_size=6, local_batches=[4, 2]):
+        loss = net(features).square().mean()
+        net.set_requires_gradient_sync(False)
+        loss.backward()
+
+
+class Acting(nn.Module):
+    """Returns a distribution beside a tensor, as an actor and its critic do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.value = nn.Linear(3, 1), nn.Linear(3, 1)
+
+    def forward(self, features: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        means = torch.distributions.Normal(self.mean(features), torch.ones(1))
+        return torch.distributions.Independent(means, 1), self.value(features)
+
+
+def acting(rank: int, weighting: str = "auto", no_sync: bool = False, parts: bool = False) -> int:
+    """Steps whose gradients were taken."""
+    net = Acting()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    model = HeteroDataParallel(net, optimizer, weighting=weighting)
+    num_steps = 0
+    for features, targets, _ in HeteroDataLoader(Numbered(24), model=model, batch_size=6, local_batches=[4, 2]):
+        batch = (features, targets)
+        with model.no_sync() if no_sync else nullcontext():
+            for part, target in model.micro_batches(batch, 2) if parts else [batch]:
+                chosen, value = model(part)
+                (value.square().mean() - chosen.log_prob(target).mean()).backward()
+        num_steps += 1
+    return num_steps
 
 
 def rules_that_do_not_match(rank: int, lr_rule: Sequence[str]) -> None:

@@ -88,6 +88,18 @@ def two_forwards(gan: Gan) -> None:
         step_generator(gan, fake)
 
 
+def two_forwards_one_unsynced(gan: Gan) -> None:
+    """The same with real samples' forward under no_sync, so that their backward comes with that of the fake ones."""
+    for real, noise in gan.batches:
+        fake = gan.gen(noise)
+        gan.opt_d.zero_grad()
+        with gan.no_sync():
+            scores = gan.disc(real)
+        ((1 - scores).square().mean() + gan.disc(fake.detach()).square().mean()).backward()
+        gan.opt_d.step()
+        step_generator(gan, fake)
+
+
 def penalised(gan: Gan) -> None:
     """R1 penalty on real samples in every other step."""
     for index, (real, noise) in enumerate(gan.batches):
@@ -196,6 +208,7 @@ LOOPS: dict[str, Callable[[Gan], None]] = {
     "discriminator on real, on fake, then the generator": dcgan,
     "the generator first": generator_first,
     "two forwards before a backward": two_forwards,
+    "two forwards before a backward, the first under no_sync": two_forwards_one_unsynced,
     "a gradient penalty": penalised,
     "a gradient penalty first": penalised_first,
     "a gradient penalty in between": penalised_in_between,

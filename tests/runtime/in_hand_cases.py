@@ -122,6 +122,17 @@ def attacked(model: Any, features: torch.Tensor, targets: torch.Tensor) -> None:
     (loss + nn.functional.mse_loss(model(features + 0.1 * slope.sign()), targets)).backward()
 
 
+def attacked_while_frozen(model: Any, features: torch.Tensor, targets: torch.Tensor) -> None:
+    """The attack is found by backward(), in the very first forward too, while all parameters are frozen."""
+    clean = features.clone().requires_grad_()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    nn.functional.mse_loss(model(clean), targets).backward()
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    plain(model, features + 0.1 * clean.grad.sign(), targets)
+
+
 def slopes_of_weights(model: Any, features: torch.Tensor, targets: torch.Tensor) -> None:
     """The gradient is asked for, such as for its norm, and then added to the weights' by another backward."""
     loss = nn.functional.mse_loss(model(features), targets)

@@ -41,6 +41,12 @@ CASES = {
     "in turn, the other first": partial(cases.in_turn, order=[1, 0]),
     "penalty, loss": partial(cases.penalty, weighting="loss", no_sync=False),
     "penalty, no_sync": partial(cases.penalty, weighting="hook", no_sync=True),
+    "acting, synchronised": cases.acting,
+    "acting, no_sync": partial(cases.acting, no_sync=True),
+    "acting, parts": partial(cases.acting, parts=True),
+    "acting, loss": partial(cases.acting, weighting="loss"),
+    "joint": cases.joint,
+    "unsynced backward": cases.unsynced_backward,
     "three rules": partial(cases.rules_that_do_not_match, lr_rule=["sqrt"] * 3),
 }
 
@@ -154,6 +160,31 @@ def test_a_penalty_on_inner_slopes_through_weighted_outputs_is_refused_on_every_
         assert isinstance(raised, Raised)
         assert "create_graph=True" in raised.text
         assert "without no_sync" in raised.text
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("joint", "steps 0 and 1, of which only the later one's forward was under no_sync"),
+        ("unsynced backward", "turn synchronisation off before the batch's first forward"),
+    ],
+)
+def test_a_backward_whose_gradients_would_have_no_weight_is_refused_on_every_rank(told, name, said):
+    for answers in told:
+        assert answers[name].kind == "BatchMatchError"
+        assert said in answers[name].text
+
+
+@pytest.mark.parametrize("how", ["no_sync", "parts", "loss"])
+def test_a_distribution_beside_a_tensor_is_refused_where_outputs_are_weighted(told, how):
+    for answers in told:
+        raised = answers[f"acting, {how}"]
+        assert raised.kind == "InvalidInputError"
+        assert "a tuple with a Independent, whose tensors with a gradient are not seen" in raised.text
+
+
+def test_a_distribution_beside_a_tensor_is_right_where_gradients_are_weighted_as_they_are_reduced(told):
+    assert values(told, "acting, synchronised") == [4, 4]
 
 
 def test_there_is_one_rule_for_all_optimizers_or_one_for_each(told):

@@ -13,10 +13,10 @@ import torch
 from ranks import run_ranks
 from told import Raised, run_cases, values
 
-from cannikin.errors import InvalidInputError
+from cannikin.errors import BatchMatchError, InvalidInputError
 from cannikin.runtime.entry import BatchEntry, PendingSum
 from cannikin.runtime.slicing import Slicer
-from cannikin.runtime.waiting import BatchQueue
+from cannikin.runtime.waiting import BatchQueue, check_size
 
 PARITY = {
     "time first": partial(cases.worst_error, backward=cases.time_first, dim=1),
@@ -28,6 +28,7 @@ PARITY = {
     "residual first": partial(cases.worst_error, backward=cases.residual_first),
     "residual first, and said": partial(cases.worst_error, backward=partial(cases.residual_first, says_so=True)),
     "attacked": partial(cases.worst_error, backward=cases.attacked),
+    "attacked while frozen": partial(cases.worst_error, backward=cases.attacked_while_frozen),
     "slopes of weights": partial(cases.worst_error, backward=cases.slopes_of_weights),
 }
 PROGRESS = {
@@ -210,6 +211,64 @@ def test_batches_that_share_a_backward_and_no_split_stop_every_rank(told, case):
 
 def test_batches_that_share_a_backward_are_right_where_each_is_weighted_as_it_enters(told):
     assert max(values(told, "labelled and not, by loss")) < 1e-12
+
+
+# Sizes, of a batch of 4
+
+
+def sized(*inputs, dim=0):
+    check_size(BatchEntry(step=7, local_batch=4, total_batch=6), BatchQueue(), inputs, {}, dim)
+
+
+def rows(*shape):
+    return torch.zeros(shape)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "got"),
+    [
+        ([rows(3, 2)], "3 samples in dimension 0"),
+        ([{"x": rows(3, 2), "scale": 1.0, "name": None}], "tensors of 3 samples in dimension 0"),
+        ([UserDict(x=rows(3, 2)), rows()], "tensors of 3 samples in dimension 0"),
+        ([[rows(3, 2), {"more": (rows(3),)}]], "tensors of 3 samples in dimension 0 and lists of 2"),
+        ([[rows(9), rows(9), rows(9)]], "tensors of 9 samples in dimension 0 and lists of 3"),
+        ([["a", "b"], 5], "lists of 2"),
+    ],
+)
+def test_samples_that_are_missing_are_noticed_wherever_the_inputs_keep_them(inputs, got):
+    with pytest.raises(BatchMatchError, match=f"^forward got {got}, the loader handed out 4 for step 7: .*use_batch"):
+        sized(*inputs)
+
+
+def test_samples_of_another_loader_beside_the_batch_are_told_their_proportion():
+    for inputs in (rows(10, 2), {"x": rows(10, 2)}):
+        with pytest.raises(BatchMatchError, match="draw them in proportion to"):
+            sized(inputs)
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        [{"x": rows(4, 2), "table": rows(7)}],
+        [[rows(2, 5), rows(2, 6), rows(2, 7), rows(2, 8)]],
+        [["a"] * 4, (64, 64)],
+        [(64, 64)],
+        [{"nodes": rows(31, 2), "edges": rows(2, 80)}],
+        [[rows(5), rows(7)]],
+        [torch.nn.utils.rnn.pack_sequence([rows(3, 2), rows(2, 2)]), {"table": rows(7)}],
+        [{"x": rows(3, 2), "graph": object()}],
+        [np.zeros((3, 2))],
+        [rows(), 5, "name"],
+    ],
+)
+def test_inputs_that_have_the_samples_or_do_not_show_them_are_left_alone(inputs):
+    sized(*inputs)
+
+
+def test_samples_in_another_dimension_are_looked_for_there():
+    sized({"x": rows(9, 4, 2), "mask": rows(4, 9)}, dim=1)
+    with pytest.raises(BatchMatchError, match="tensors of 3 samples in dimension 1"):
+        sized({"x": rows(9, 3, 2)}, dim=1)
 
 
 # Cutting

@@ -4,12 +4,28 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections import UserDict
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from cannikin.runtime.weighting import scale_outputs, watch_outputs
+from cannikin.runtime.weighting import find_hidden, scale_outputs, watch_outputs
+
+
+class Slotted:
+    """An object without a `__dict__`."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+
+class Named(dict[str, Any]):
+    """A dict that pytree does not know."""
 
 
 class Heard:
@@ -85,3 +101,33 @@ def test_one_output_may_be_changed_in_place_but_not_one_of_two_that_share_memory
     (whole, _), _ = scale_outputs((hidden, hidden[:, 0]), lambda: 0.5)
     with pytest.raises(RuntimeError, match="modified inplace"):
         whole.mul_(2)
+
+
+@pytest.mark.parametrize("kind", [Named, UserDict])
+def test_mappings_of_any_class_are_marked_and_keep_it(kind):
+    net, given = nn.Linear(3, 2), torch.ones(4, 3)
+    inner = kind(out=net(given), name="inner")
+    output, num_marked = scale_outputs((given, kind(inner=inner)), lambda: 0.5)
+    assert num_marked == 1
+    assert type(output[1]) is type(output[1]["inner"]) is kind
+    assert output[1]["inner"]["name"] == "inner"
+    output[1]["inner"]["out"].sum().backward()
+    assert net.bias.grad.tolist() == [2.0, 2.0]
+    assert find_hidden(output) is None
+
+
+@pytest.mark.parametrize("hide", [Slotted, MappingProxyType, lambda held: SimpleNamespace(held={"value": held})])
+def test_an_object_that_holds_a_tensor_out_of_sight_is_found(hide):
+    out = nn.Linear(3, 2)(torch.ones(4, 3))
+    held = {"out": out} if hide is MappingProxyType else out
+    hidden = hide(held)
+    assert find_hidden((out, [{"more": Named(last=hidden)}])) is hidden
+    assert find_hidden((out, hide({"out": out.detach()} if hide is MappingProxyType else out.detach()))) is None
+
+
+def test_modules_and_what_objects_keep_in_lists_are_not_looked_into():
+    out = nn.Linear(3, 2)(torch.ones(4, 3))
+    net = nn.Linear(3, 2)
+    net.left = out
+    cache = SimpleNamespace(layers=[SimpleNamespace(keys=out)])
+    assert find_hidden((out, SimpleNamespace(net=net), cache, None, "name", 1.0)) is None

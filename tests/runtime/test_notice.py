@@ -46,6 +46,7 @@ def test_a_sum_over_ranks_in_the_loss_is_warned_of_with_its_line(told, name):
     (text,) = warned
     assert "calls all_reduce in forward or loss" in text
     assert "model.global_mean(x)" in text
+    assert 'weighting="none"' in text
     assert (raised, others) == ("", [])
 
 

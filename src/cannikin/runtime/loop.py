@@ -46,6 +46,7 @@ from cannikin.runtime.waiting import BatchQueue, ToldTotals, check_size
 from cannikin.runtime.weighting import (
     ParameterGradients,
     RunningStatistics,
+    find_hidden,
     has_batch_norm,
     has_tensors,
     is_inward,
@@ -387,12 +388,13 @@ class Loop:
             check_size(step.entry, self.queue, args, kwargs, self._batch_dim)
             if self._can_cut and step.entry.samples is None and self.memory.is_new(step.entry.size):
                 self._parted.watch(module, step)
+        self._choose_place(module, step)
         if step.forward_start is None:
             step.forward_start = self._device.mark()
         if step.passage is not None:
             step.passage.begin_forward()
         self._notices.begin_forward(step.entry.local_batch, step.entry.total_batch)
-        scale = self._output_scale(module, step)
+        scale = self._output_scale(step)
         if scale is None:
             return None
         inputs = scale_inputs((args, kwargs), lambda: 1.0 / scale() if scale() else 0.0)
@@ -404,18 +406,25 @@ class Loop:
         task = torch._C._current_graph_task_id()
         return task != _NO_BACKWARD and self.step is not None and self.step.task == task
 
-    def _accumulates(self, module: Any) -> bool:
-        """Return whether gradients of this forward pile up on others, or under others."""
-        synced = self._reducer.syncs(module) if self._part is None else self._part.synced
-        return not synced or self._pile.waits_for_sync
+    def _choose_place(self, module: Any, step: StepInProgress) -> None:
+        """Choose where the gradients of a step are weighted: on their way in, if they pile up on others or under them.
 
-    def _output_scale(self, module: Any, step: StepInProgress) -> Callable[[], float] | None:
+        All that go into one backward are weighted at one place. So a step's first forward chooses for the later ones,
+        which may be under no_sync where it was not, or the other way round: one forward outside of it is enough for
+        DDP to reduce. Parts of a batch are weighted as the last of them is reduced.
+        """
+        if self._part is None and step.forward_start is not None:
+            return
+        synced = self._reducer.syncs(module) if self._part is None else self._part.synced
+        step.accumulates = step.accumulates or not synced or self._pile.waits_for_sync
+
+    def _output_scale(self, step: StepInProgress) -> Callable[[], float] | None:
         """Return what tells the factor on the gradient of this forward's outputs; None where there is none."""
         part, world_size = self._part, self._exchange.world_size
         averages = self._weighting == "none"  # the hook does: parts of a sum add up, and padding must not
         share = 1.0 if part is None or (averages and part.share) else part.share
         share = 0.0 if averages and step.entry.is_padding else share
-        if is_inward(self._weighting, accumulating=self._accumulates(module)):
+        if is_inward(self._weighting, accumulating=step.accumulates):
             return lambda: share * world_size * step.share()
         return None if part is None and share == 1.0 else lambda: share
 
@@ -471,6 +480,8 @@ class Loop:
             self._mistakes.note_batch(previous.entry)
         self._meet(entry, previous)
         step = StepInProgress(entry=entry, valid=self._num_taken >= self._reducer.num_first_steps, loss_scale=scale)
+        if previous is not None and not previous.backward_began:  # it may come together with this one's
+            step.accumulates = previous.accumulates
         step.previous_end = None if previous is None else previous.optimizer_end
         step.passage = self._reducer.new_passage()
         # Products with the step before must be with the step before.
@@ -563,12 +574,12 @@ class Loop:
         self._gradients.find(module, output)
         if self._reducer.syncs(module) and not joins(module):
             self._average_statistics()
-        weigh(step, self._weighting, self._exchange.world_size, accumulating=self._accumulates(module))
-        scale, has_marked_inputs = self._output_scale(module, step), self._has_marked_inputs
+        weigh(step, self._weighting, self._exchange.world_size, accumulating=step.accumulates)
+        scale, has_marked_inputs = self._output_scale(step), self._has_marked_inputs
         is_part = self._part is not None
 
         def begin(*_: Any) -> None:
-            self._begin_backward(step, is_part=is_part)
+            self._begin_backward(step, module, is_part=is_part)
 
         def begin_and_scale() -> float:
             begin()
@@ -584,18 +595,27 @@ class Loop:
             handles = watch_outputs(output, begin)
             step.watches += handles
             num_marked = len(handles)
-        if num_marked == 0 and (self._num_taken == 1 or (scale is not None and not has_tensors(output))):
-            _explain_unmarked(output, needed=scale is not None)
+        hidden = None if scale is None else find_hidden(output)
+        is_unmarked = num_marked == 0 and (self._num_taken == 1 or (scale is not None and not has_tensors(output)))
+        if is_unmarked or hidden is not None:
+            _explain_unmarked(output, hidden, needed=scale is not None)
         return output
 
     # Backward.
 
-    def _begin_backward(self, step: StepInProgress, *, is_part: bool) -> None:
+    def _begin_backward(self, step: StepInProgress, module: Any, *, is_part: bool) -> None:
         """Take note that backward has come to the outputs of this step's forward, or of a part of its batch."""
         step.task = torch._C._current_graph_task_id()
         if not self._gradients.come():  # but those of inputs, by torch.autograd.grad: the batch is not used up
             return
         self._notices.begin_backward()
+        if step.weight is None and not is_part and self._reducer.keeps_piles and not self._reducer.syncs(module):
+            raise BatchMatchError(
+                f"the first forward of step {step.entry.step} was to be followed by a reduction, its backward is not "
+                "(no_sync, set_requires_gradient_sync(False)), so that its gradients have no weight: turn "
+                "synchronisation off before the batch's first forward, and put one that is not trained on under "
+                "torch.no_grad()"
+            )
         if self.step is not step:
             self._join_later(step)
             return
@@ -610,12 +630,17 @@ class Loop:
     def _join_later(self, step: StepInProgress) -> None:
         """Count a batch whose gradients come together with those of a later one; refuse what cannot be weighted.
 
-        A bucket has both batches' gradients, so that they have one weight, unless they were weighted on their way in.
+        A bucket has both batches' gradients, so that they have one weight, unless both were weighted on their way in.
         """
         later = self.step
         if step.backward_began or later is None:  # a graph that was kept, once more
             return
-        is_inward = step.weight is not None and later.weight is not None
+        if (step.weight is None) != (later.weight is None):
+            raise BatchMatchError(
+                f"one backward for the batches of steps {step.entry.step} and {later.entry.step}, of which only the "
+                "later one's forward was under no_sync: put the earlier one's under it as well, or neither"
+            )
+        is_inward = step.weight is not None
         if not (is_inward or self.coordinator.splits_alike(step.entry, later.entry)):
             raise BatchMatchError(
                 f"one backward for the batches of steps {step.entry.step} and {later.entry.step}, of which ranks have "
@@ -711,10 +736,16 @@ def loops_of(optimizer: torch.optim.Optimizer) -> list[Loop]:
     return [owner for hook in hooks if isinstance(owner := getattr(hook, "__self__", None), Loop)]
 
 
-def _explain_unmarked(output: Any, *, needed: bool) -> None:
-    """Say what follows where forward's output has nothing to mark."""
+def _explain_unmarked(output: Any, hidden: object | None, *, needed: bool) -> None:
+    """Say what follows where forward's output has nothing to mark, or tensors out of sight in an object."""
     text = f"forward returned a {type(output).__name__} in which no tensor with a gradient was found"
-    advice = "return tensors, also in lists, tuples, dicts or dataclasses"
+    if hidden is not None and hidden is not output:
+        within = type(hidden).__name__
+        text = f"forward returned a {type(output).__name__} with a {within}, whose tensors with a gradient are not seen"
+    advice = (
+        "return tensors, also in lists, tuples, dicts or dataclasses, and make a torch.distributions object of them in "
+        "the loss"
+    )
     if needed:
         raise InvalidInputError(f"{text}, so its loss cannot be weighted: {advice}")
     effect = "this rank's time cannot be measured, so that nothing adapts, and batches cannot accumulate"

@@ -157,7 +157,8 @@ class Notices:
             place,
             f"{place} calls {name} in forward or loss: with unequal batches a sum divided by the number of ranks, and "
             "a mean of their means, are not those of all samples; use model.global_mean(x), or "
-            "model.weighted_mean(loss) for a number to be logged (docs/recipes/centres.md)",
+            "model.weighted_mean(loss) for a number to be logged (docs/recipes/centres.md); where the loss is a local "
+            'sum that is divided by the count of all ranks, pass weighting="none"',
         )
 
     def _note_gather(self, place: str, name: str, sent: torch.Tensor) -> None:

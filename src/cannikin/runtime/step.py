@@ -39,6 +39,7 @@ class StepInProgress:
     watches: list[Any] = field(default_factory=list)  # handles to the hooks that tell of the start of backward
     item_total: float | None = None  # items on all ranks, once they have been added up
     sample_total: float = 0.0  # and samples
+    accumulates: bool = False  # its gradients pile up on others, or under others, as its first forward has found
     weight: float | None = None  # None: this rank's share
     accumulated: int = 0  # batches whose gradients have piled up, this one's included; 0 before its backward
     norm_scale: float = 1.0

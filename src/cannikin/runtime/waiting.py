@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,8 @@ from cannikin.runtime.entry import BatchEntry, PendingSum
 from cannikin.runtime.exchange import Exchange
 from cannikin.runtime.step import StepInProgress
 
+_PLAIN = (torch.Tensor, Mapping, str, bytes, int, float)  # whose samples, if any, are seen
+_SEQUENCES = (list, tuple)
 _COMPARED = 30  # first steps without a loader in which ranks compare the numbers of use_batch()
 
 
@@ -265,20 +267,27 @@ def _refuse_other_total(handed: BatchEntry, local: int, total: int) -> None:
 
 
 def check_size(entry: BatchEntry, waiting: BatchQueue, args: Any, kwargs: Any, dim: int = 0) -> None:
-    """Refuse a forward whose first tensor has not as many samples as the batch has, in this dimension."""
+    """Refuse a forward whose inputs have not as many samples as the batch has, in this dimension.
+
+    That is told by the first tensor, or where all are inside of mappings and lists by these.
+    """
     if not entry.checked or entry.is_padding:
         return
-    tensor = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.ndim > dim), None)
-    if tensor is None or tensor.shape[dim] == entry.local_batch:
+    inputs = [*args, *kwargs.values()]
+    tensor = next((x for x in inputs if isinstance(x, torch.Tensor) and x.ndim > dim), None)
+    if tensor is not None:
+        sizes, got = {tensor.shape[dim]}, f"{tensor.shape[dim]} samples in dimension {dim}"
+    else:
+        sizes, got = _sizes_inside(inputs, dim)
+    if not sizes or entry.local_batch in sizes:
         return
-    size = tensor.shape[dim]
-    if waiting.has_size(size):
+    if any(map(waiting.has_size, sizes)):
         advice = (
             f"{len(waiting)} batches were taken after it and not trained on, so that the forward may be one of "
             "those; to resume a run, load_state_dict() of the loader begins at the next sample; to leave a batch out, "
             "call model.skip_batch(); for any other batch, model.use_batch(local, total)"
         )
-    elif size < entry.local_batch:
+    elif min(sizes) < entry.local_batch:
         advice = (
             "parts of a batch are for model.micro_batches(batch); where samples were left out, call "
             "model.use_batch(local, total) before forward"
@@ -286,9 +295,36 @@ def check_size(entry: BatchEntry, waiting: BatchQueue, args: Any, kwargs: Any, d
     else:
         advice = (
             "feed each batch as it comes; where samples are in another dimension, give the model batch_dim= or call "
-            "model.use_batch() before forward"
+            "model.use_batch() before forward; where samples of another loader stand beside it, call that too, and "
+            "draw them in proportion to model.local_batch, or they are weighted wrongly"
         )
     raise BatchMatchError(
-        f"forward got {size} samples in dimension {dim}, the loader handed out {entry.local_batch} for step "
-        f"{entry.step}: {advice}"
+        f"forward got {got}, the loader handed out {entry.local_batch} for step {entry.step}: {advice}"
     )
+
+
+def _sizes_inside(inputs: Iterable[Any], dim: int) -> tuple[set[int], str]:
+    """Return the sizes of tensors and lists inside of inputs, and these in words; no sizes where they tell nothing.
+
+    A list may be one of samples or hold tensors that have them. Tensors of several sizes may be a graph's, and an
+    object of another class, such as a packed sequence, may hold anything: these tell nothing.
+    """
+    found = [part for value in inputs for part in _walk(value)]
+    rows = {part.shape[dim] for part in found if isinstance(part, torch.Tensor) and part.ndim > dim}
+    lengths = {len(part) for part in found if isinstance(part, list) and part}
+    is_known = all(part is None or isinstance(part, _PLAIN) or type(part) in _SEQUENCES for part in found)
+    if not is_known or len(rows or lengths) != 1:
+        return set(), ""
+    tensors = [f"tensors of {size} samples in dimension {dim}" for size in rows]
+    return rows | lengths, " and ".join(tensors + [f"lists of {length}" for length in sorted(lengths)])
+
+
+def _walk(value: Any) -> Iterator[Any]:
+    """Yield a value and all that is inside of it, as far as that is in mappings, plain lists and plain tuples."""
+    yield value
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif type(value) not in _SEQUENCES:
+        return
+    for part in value:
+        yield from _walk(part)

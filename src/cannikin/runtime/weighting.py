@@ -17,7 +17,7 @@ evaluate, save or stop at any step do it with one model. All other buffers stay 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 from cannikin.errors import InvalidInputError
 from cannikin.runtime.step import StepInProgress
 
+_DEPTH = 4  # levels of attributes: a mixture's component, its base, its mean
 WEIGHTINGS = ("auto", "hook", "loss", "none")
 
 
@@ -154,7 +155,8 @@ def scale_outputs(output: Any, callback: Any) -> tuple[Any, int]:
     """Pass every tensor of an output that has a gradient through a mark; the output, and how many those were.
 
     Args:
-        output: what forward returned: a tensor, or tensors in lists, tuples, dicts, dataclasses and what pytree knows.
+        output: what forward returned: a tensor, or tensors in lists, tuples, mappings, dataclasses and what pytree
+            knows.
         callback: called at each marked output's backward; returns the factor on its gradient.
     """
     tensors = _with_gradient(output)
@@ -164,16 +166,59 @@ def scale_outputs(output: Any, callback: Any) -> tuple[Any, int]:
 
 def _scaled(value: Any, callback: Any, alone: bool) -> Any:
     def mark(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-            return _Mark.apply(callback, leaf, alone)  # type: ignore[no-untyped-call]
-        if is_dataclass(leaf) and not isinstance(leaf, type):  # DDP looks into these too
-            marked = copy.copy(leaf)
-            for part in fields(leaf):
-                object.__setattr__(marked, part.name, _scaled(getattr(leaf, part.name), callback, alone))
-            return marked
-        return leaf
+        if isinstance(leaf, torch.Tensor):
+            return _Mark.apply(callback, leaf, alone) if leaf.requires_grad else leaf  # type: ignore[no-untyped-call]
+        if not _with_gradient(leaf):
+            return leaf
+        marked = copy.copy(leaf)
+        for name in _field_names(leaf):  # DDP looks into these too
+            object.__setattr__(marked, name, _scaled(getattr(leaf, name), callback, alone))
+        for key, part in _items(leaf):
+            marked[key] = _scaled(part, callback, alone)
+            if getattr(marked, "__dict__", {}).get(key) is part:  # a dict whose items are attributes too
+                vars(marked)[key] = marked[key]
+        return marked
 
     return pytree.tree_map(mark, value)
+
+
+def _field_names(leaf: Any) -> list[str]:
+    """Return the names of a dataclass's fields; of anything else none."""
+    return [part.name for part in fields(leaf)] if is_dataclass(leaf) and not isinstance(leaf, type) else []
+
+
+def _items(leaf: Any) -> list[tuple[Any, Any]]:
+    """Return the items of a mapping that can be changed, of classes that pytree does not know; else none."""
+    return [*leaf.items()] if isinstance(leaf, MutableMapping) else []
+
+
+def find_hidden(output: Any) -> object | None:
+    """Return an object in an output that holds a tensor with a gradient where no mark comes to it, as a distribution.
+
+    It is looked for in attributes and mappings, not in lists that an object holds: so Transformers keeps the keys and
+    values that its models return beside their outputs, and no loss is made of these.
+    """
+    for leaf in pytree.tree_leaves(output):
+        if isinstance(leaf, torch.Tensor):
+            continue
+        parts = [getattr(leaf, name) for name in _field_names(leaf)] + [part for _, part in _items(leaf)]
+        found = find_hidden(parts) if parts else leaf if _hides_gradient(leaf, _DEPTH) else None
+        if found is not None:
+            return found
+    return None
+
+
+def _hides_gradient(value: Any, depth: int) -> bool:
+    """Return whether an object's attributes, so many levels down, lead to a tensor that has a history."""
+    if isinstance(value, torch.Tensor):
+        return value.grad_fn is not None
+    if depth == 0 or isinstance(value, torch.nn.Module | type | str | float | None):
+        return False
+    held = [*value.values()] if isinstance(value, Mapping) else [*getattr(value, "__dict__", {}).values()]
+    for kind in type(value).__mro__:
+        names = vars(kind).get("__slots__", ())
+        held += [getattr(value, name, None) for name in ([names] if isinstance(names, str) else names)]
+    return any(_hides_gradient(part, depth - 1) for part in held)
 
 
 def watch_outputs(output: Any, callback: Any) -> list[Any]:
@@ -205,17 +250,17 @@ class ParameterGradients:
         self._has_looked = False
 
     def find(self, module: torch.nn.Module, output: Any) -> None:
-        """Look, after the first forward, whether parameters are to be found in the graph of its outputs.
+        """Look, after the first forward that trains, whether parameters are to be found in the graph of its outputs.
 
         Under `fully_shard`, or where all layers are in reentrant checkpoints, none are: then every backward counts.
+        Where all parameters are frozen, as while an attack is sought, none does.
         """
         if self._has_looked:
             return
-        tensors = _with_gradient(output)
-        if tensors:
-            self._has_looked = True
-            own = {id(parameter) for parameter in module.parameters()}
-            self._module = module if _leads_to(own, [tensor.grad_fn for tensor in tensors]) else None
+        nodes = [tensor.grad_fn for tensor in _with_gradient(output)]
+        trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+        self._has_looked = bool(nodes and trained)
+        self._module = module if nodes and (not trained or _leads_to(trained, nodes)) else None
 
     def come(self) -> bool:
         """Return whether the backward under way brings gradients of parameters."""
@@ -268,8 +313,9 @@ def _tensors(output: Any) -> list[torch.Tensor]:
     for leaf in pytree.tree_leaves(output):
         if isinstance(leaf, torch.Tensor):
             found.append(leaf)
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            found += [tensor for part in fields(leaf) for tensor in _tensors(getattr(leaf, part.name))]
+        else:
+            found += [tensor for name in _field_names(leaf) for tensor in _tensors(getattr(leaf, name))]
+            found += [tensor for _, part in _items(leaf) for tensor in _tensors(part)]
     return found
 
 
