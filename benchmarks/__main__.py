@@ -19,6 +19,7 @@ BENCHMARKS = {
     "layer_split": "layer_split",
     "lab_limit": "lab_limit",
     "loops": "loops",
+    "noise_adam": "noise_adam",
     "noise_digits": "noise_digits",
     "observability": "observability",
     "orders": "orders",
