@@ -15,12 +15,19 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L  # noqa: N812
 import torch
-from lightning.pytorch.callbacks import LearningRateFinder, LearningRateMonitor, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import (
+    LearningRateFinder,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    RichProgressBar,
+    TQDMProgressBar,
+)
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.tuner import Tuner
 from torch.nn.functional import cross_entropy
@@ -357,11 +364,12 @@ class Sum(L.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.net = torch.nn.Linear(3, 1)
-        self.seen: list[int] = []
+        self.told: Found = {"seen": [], "sizes": []}
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         features, target, numbers = batch
-        self.seen += numbers.tolist()
+        self.told["seen"] += numbers.tolist()
+        self.told["sizes"].append(len(numbers))
         return (self.net(features) - target).square().mean()
 
     def configure_optimizers(self) -> Any:
@@ -370,15 +378,59 @@ class Sum(L.LightningModule):
     def on_train_epoch_start(self) -> None: ...
 
 
-def stream() -> Found:
-    module = Sum()
-    fit(module, DataLoader(NumberedStream(100), 16), max_epochs=1, strategy={"local_batches": (24, 8)})
-    return {"seen": module.seen}
+class TurningStream(NumberedStream):
+    """One whose every epoch begins at another sample."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.data[(index + 30 * self.epoch) % len(self.data)] for index in range(len(self.data)))
 
 
-def weighted() -> Found:
-    loader = DataLoader(samples(), 32, sampler=WeightedRandomSampler([1.0] * 250 + [0.0] * 250, 200))
-    return fit(Net(), loader, use_distributed_sampler=False)
+def stream(kind: type[NumberedStream] = NumberedStream, **how: Any) -> Found:
+    how = {"max_epochs": 1, **how}
+    return fit(Sum(), DataLoader(kind(100), 16), strategy={"local_batches": (24, 8)}, **how)
+
+
+def weighted(**how: Any) -> Found:
+    generator = torch.Generator().manual_seed(3)
+    sampler = WeightedRandomSampler([1.0] * 250 + [0.0] * 250, 200, generator=generator)
+    return fit(Net(), DataLoader(samples(), 32, sampler=sampler), use_distributed_sampler=False, **how)
+
+
+# Trainings of three epochs that are resumed after the first one.
+AFTER_EPOCHS: dict[str, Callable[..., Found]] = {
+    "growing": lambda **how: fit(Net(), strategy=growing([(60, 36)]), max_epochs=3, **how),
+    "growing_without_validation": lambda **how: fit(
+        Net(), strategy=growing([(60, 36)]), max_epochs=3, limit_val_batches=0, **how
+    ),
+    "growing_limited": lambda **how: fit(
+        Net(), strategy=growing([(60, 36)]), max_epochs=3, limit_train_batches=3, limit_val_batches=0, **how
+    ),
+    "stream": lambda **how: stream(TurningStream, max_epochs=3, **how),
+    "sampler": lambda **how: weighted(max_epochs=3, **how),
+    # At the last batch: 8 of an epoch whose total might grow and does not, 4 of the stream's.
+    "last_of_growing": lambda **how: fit(Net(), strategy=growing([(40, 24)]), max_epochs=3, **how),
+    "last_of_growing_limited": lambda **how: fit(
+        Net(), strategy=growing([(40, 24)]), max_epochs=3, limit_train_batches=4, **how
+    ),
+    "last_of_stream": lambda **how: stream(TurningStream, max_epochs=3, **how),
+}
+EVERY = {"last_of_growing": 8, "last_of_growing_limited": 4, "last_of_stream": 4}
+
+
+def kept_after_epochs(name: str) -> Found:
+    """One of these, which keeps a checkpoint of each epoch, where Lightning makes them unless it is told."""
+    checkpoints = ModelCheckpoint(FOLDER / name, "{epoch}", save_top_k=-1, every_n_train_steps=EVERY.get(name))
+    return AFTER_EPOCHS[name](callbacks=[checkpoints], enable_checkpointing=True)
+
+
+def resumed_after_epochs(name: str) -> Found:
+    """The same, from the checkpoint of its first epoch."""
+    return AFTER_EPOCHS[name](saved=FOLDER / name / "epoch=0.ckpt")
 
 
 class Events:
@@ -416,6 +468,7 @@ RANKS: dict[str, Callable[[], Found]] = {
         Net(), strategy=growing([(60, 36)]), max_epochs=3, callbacks=[SaveAt(FOLDER / "ahead.ckpt", 8)]
     ),
     "saved_by_fabric": lambda: train_by_fabric(save=FOLDER / "fabric.ckpt"),
+    **{f"saved_{name}": partial(kept_after_epochs, name) for name in AFTER_EPOCHS},
     "shown": lambda: shown(Bar()),
     "shown_growing": lambda: shown(Bar(), strategy=growing(), max_epochs=3),
     "shown_by_rich": lambda: shown(RichBar(), strategy=growing(), max_epochs=3),
@@ -443,6 +496,7 @@ RESUMED: dict[str, Callable[[], Found]] = {
     "saved_scheduled": lambda: fit(Net(schedule=True), max_epochs=3, saved=FOLDER / "scheduled.ckpt"),
     "saved_ahead": lambda: fit(Net(), strategy=growing([(60, 36)]), max_epochs=3, saved=FOLDER / "ahead.ckpt"),
     "saved_by_fabric": lambda: train_by_fabric(saved=FOLDER / "fabric.ckpt"),
+    **{f"saved_{name}": partial(resumed_after_epochs, name) for name in AFTER_EPOCHS},
 }
 
 

@@ -16,6 +16,7 @@ import pytest
 if importlib.util.find_spec("lightning") is None:
     pytest.skip("lightning is not installed: pip install -c constraints.txt '.[lightning]'", allow_module_level=True)
 
+import lightning_cases
 import torch
 from lightning_cases import NUM_BATCHES
 
@@ -28,6 +29,7 @@ HERE = Path(__file__).parent
 ALIKE = ("pinned", "adaptive", "accumulated", "clipped", "scheduled", "validated", "max_steps", "limited", "overfit",
          "seldom", "seldom_accumulated", "telling")  # fmt: skip
 SAVED = ("saved", "saved_scheduled", "saved_ahead", "saved_by_fabric")
+AFTER_EPOCHS = tuple(f"saved_{name}" for name in lightning_cases.AFTER_EPOCHS)
 
 
 def launch(folder: Path, role: str, *starter: str) -> list[dict[str, Any]]:
@@ -157,10 +159,25 @@ def test_a_run_goes_on_from_a_checkpoint_in_the_middle_of_an_epoch_as_if_it_had_
     assert rest["sizes"] == whole["sizes"][-len(rest["sizes"]) :]
 
 
+@pytest.mark.parametrize("name", AFTER_EPOCHS)
+def test_a_run_goes_on_from_a_checkpoint_of_a_complete_epoch_in_the_order_of_the_next_one(told, name):
+    for whole, rest in zip(values(told, name), values(told, f"resumed_{name}"), strict=True):
+        assert gap(whole, rest) == 0
+        assert 0 < len(rest["sizes"]) < len(whole["sizes"])
+        assert rest["sizes"] == whole["sizes"][-len(rest["sizes"]) :]
+
+
+def test_another_epoch_has_another_order_in_what_is_resumed_after_one(told):
+    ranks = values(told, "saved_stream")
+    seen = [rank["seen"][: sum(rank["sizes"][:4])] for rank in ranks]
+    assert sorted(seen[0] + seen[1]) == list(range(100))
+    assert [rank["seen"][len(own)] for rank, own in zip(ranks, seen, strict=True)] == [30, 54]
+
+
 @pytest.mark.slow
 def test_fresh_processes_under_torchrun_do_so_too(told, folder):
     resumed = launch(folder, "resumed", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    for name in SAVED:
+    for name in (*SAVED, *AFTER_EPOCHS):
         assert gap(values(told, name)[0], values(resumed, name)[0]) == 0, name
 
 
