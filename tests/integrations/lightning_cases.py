@@ -174,7 +174,7 @@ def fit(
     loader: Any = None,
     *,
     alone: bool = False,
-    strategy: Found | None = None,
+    strategy: Found | str | None = None,
     saved: Path | None = None,
     **settings: Any,
 ) -> Found:
@@ -182,7 +182,8 @@ def fit(
     settings = {"max_epochs": 2, "accelerator": "cpu", "devices": 1, **QUIET, **settings}
     if not alone:
         strategy = {"local_batches": PINNED} if strategy is None else strategy
-        settings |= {"devices": 2, "strategy": CannikinStrategy(**strategy)}
+        strategy = CannikinStrategy(**strategy) if isinstance(strategy, dict) else strategy
+        settings |= {"devices": 2, "strategy": strategy}
     trainer = L.Trainer(**settings)
     loader = loader_for(alone=alone) if loader is None else loader
     trainer.fit(net, loader, DataLoader(samples(40), 8), ckpt_path=saved)
@@ -215,6 +216,7 @@ ALIKE: dict[str, Callable[..., Found]] = {
     "pinned": lambda **how: fit(Net(), **how),
     "adaptive": lambda **how: fit(Net(), **how, strategy={"policy": ScriptedPlanner(CHANGING)}, max_epochs=6),
     "learned": lambda **how: fit(Unlike(), **how, strategy={"local_bounds": (2, 60)}, max_epochs=8),
+    "by_name": lambda **how: fit(Unlike(), **how, strategy="cannikin"),
     "accumulated": lambda **how: fit(Net(), **how, accumulate_grad_batches=3),
     "clipped": lambda **how: fit(Net(), **how, gradient_clip_val=0.1),
     "scheduled": lambda **how: fit(Net(schedule=True), **how),

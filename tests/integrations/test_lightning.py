@@ -105,6 +105,13 @@ def test_the_policy_itself_gives_the_faster_rank_more_while_weights_stay_those_o
     assert first["plan"][0] > 1.5 * first["plan"][1]  # of ranks of speed 4 and 1
 
 
+def test_a_strategy_that_is_given_by_its_name_is_ours(told, alone):
+    first, second = values(told, "by_name")
+    assert gap(alone["by_name"], first) < 1e-6
+    assert gap(first, second) == 0
+    assert sum(first["plan"]) == 64
+
+
 def test_means_over_ranks_in_each_step_are_warned_of_where_the_split_is_to_adapt(told):
     assert "their speeds cannot be told apart" in values(told, "adaptive")[0]["warnings"][0]
     assert values(told, "adaptive")[1]["warnings"] == []
