@@ -416,12 +416,9 @@ AFTER_EPOCHS: dict[str, Callable[..., Found]] = {
     "sampler": lambda **how: weighted(max_epochs=3, **how),
     # At the last batch: 8 of an epoch whose total might grow and does not, 4 of the stream's.
     "last_of_growing": lambda **how: fit(Net(), strategy=growing([(40, 24)]), max_epochs=3, **how),
-    "last_of_growing_limited": lambda **how: fit(
-        Net(), strategy=growing([(40, 24)]), max_epochs=3, limit_train_batches=4, **how
-    ),
     "last_of_stream": lambda **how: stream(TurningStream, max_epochs=3, **how),
 }
-EVERY = {"last_of_growing": 8, "last_of_growing_limited": 4, "last_of_stream": 4}
+EVERY = {"last_of_growing": 8, "last_of_stream": 4}
 
 
 def kept_after_epochs(name: str) -> Found:
@@ -469,6 +466,13 @@ RANKS: dict[str, Callable[[], Found]] = {
     "saved_ahead": lambda: fit(
         Net(), strategy=growing([(60, 36)]), max_epochs=3, callbacks=[SaveAt(FOLDER / "ahead.ckpt", 8)]
     ),
+    "saved_between_groups": lambda: fit(
+        Net(), accumulate_grad_batches=3, callbacks=[SaveAt(FOLDER / "between.ckpt", 11)]
+    ),
+    "saved_in_groups": lambda: fit(
+        Net(), accumulate_grad_batches=3, callbacks=[SaveAt(FOLDER / "in.ckpt", 12), SaveAt(FOLDER / "in.ckpt", 13)]
+    ),
+    "saved_in_groups_by_fabric": lambda: train_by_fabric(save=FOLDER / "in.ckpt", accumulate=3),
     "saved_by_fabric": lambda: train_by_fabric(save=FOLDER / "fabric.ckpt"),
     **{f"saved_{name}": partial(kept_after_epochs, name) for name in AFTER_EPOCHS},
     "shown": lambda: shown(Bar()),

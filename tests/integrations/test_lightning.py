@@ -188,6 +188,18 @@ def test_fresh_processes_under_torchrun_do_so_too(told, folder):
         assert gap(values(told, name)[0], values(resumed, name)[0]) == 0, name
 
 
+def test_checkpoints_that_lack_gradients_are_warned_of_once(told):
+    for name, advice in (("saved_in_groups", "a multiple of accumulate_grad_batches"),
+                         ("saved_in_groups_by_fabric", "where no_backward_sync is off")):  # fmt: skip
+        first, second = values(told, name)
+        (warning,) = first["warnings"]
+        assert "inside of a group of accumulated batches" in warning
+        assert advice in warning
+        assert second["warnings"] == []
+    for name in ("saved_between_groups", "saved_ahead", "saved_growing", "saved_last_of_stream", "saved_by_fabric"):
+        assert not any("group" in warning for warning in values(told, name)[0]["warnings"]), name
+
+
 def test_a_progress_bar_has_the_number_of_batches_of_an_epoch(told):
     assert values(told, "shown")[0]["totals"] == (8,) * 16
 

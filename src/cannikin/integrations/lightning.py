@@ -43,6 +43,7 @@ from cannikin.core.planner import Planner
 from cannikin.core.values import Plan
 from cannikin.errors import InvalidInputError
 from cannikin.integrations.pinned import pinned_total
+from cannikin.integrations.saving import LostGradients
 from cannikin.runlog import Observer
 from cannikin.runtime.engine import Engine
 from cannikin.runtime.loader import HeteroDataLoader, Order
@@ -109,6 +110,10 @@ class CannikinStrategy(DDPStrategy):
         self._begun: tuple[dict[str, Any], dict[str, Any]] | None = None  # states of engine and loader before any step
         self._has_loader = False  # in the set-up of training data that Lightning is at
         self._in_step = self._in_fit = self._warned = False
+        self._lost = LostGradients(
+            "save after a multiple of accumulate_grad_batches or at the epoch's end, and validate there, where "
+            "ModelCheckpoint saves, too"
+        )
         self._shown: Plan | None = None  # the plan that the progress bar's total was last computed for
         self.engine: Engine | None = None
         self.loader: TrainLoader | None = None
@@ -306,6 +311,7 @@ class CannikinStrategy(DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save what was learned, and the place in the data, with the rest."""
         if self.engine is not None and self.loader is not None:
+            self._lost.check(self.engine)
             checkpoint[_KEY], checkpoint[_PLACE_KEY] = self.engine.state_dict(), self.loader.state_dict()
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -515,6 +521,7 @@ class FabricLoader:
         self.loader = loader
         self.engine = engine
         self._fabric = fabric
+        self._lost = LostGradients("save where no_backward_sync is off, after optimizer.step()")
 
     def __iter__(self) -> Iterator[Any]:
         return map(self._fabric.to_device, self.loader)
@@ -530,6 +537,7 @@ class FabricLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return where in the data training is, and what was learned, as `fabric.save` takes it."""
+        self._lost.check(self.engine)
         return {"loader": self.loader.state_dict(), "engine": self.engine.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
