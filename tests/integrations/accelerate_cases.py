@@ -323,6 +323,14 @@ def saving(folder: Path) -> dict[str, Any]:
     return {"losses": [plain.losses[11:], piled.losses[11:]], "rates": [plain.rates[11:], piled.rates[11:]]}
 
 
+def saving_in_a_group(folder: Path) -> list[str]:
+    """What is said of a state that is saved inside of a group of accumulated batches."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(fresh(gradient_accumulation_steps=3), save_at=(10, folder / "in a group"), **UNEQUAL)
+    return [str(each.message) for each in caught if each.category is RuntimeWarning]
+
+
 def resuming(folder: Path) -> dict[str, Any]:
     """Load what `saving` saved, in another process, and train to the end."""
     runs = [

@@ -15,12 +15,19 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L  # noqa: N812
 import torch
-from lightning.pytorch.callbacks import LearningRateFinder, LearningRateMonitor, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import (
+    LearningRateFinder,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    RichProgressBar,
+    TQDMProgressBar,
+)
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.tuner import Tuner
 from torch.nn.functional import cross_entropy
@@ -167,7 +174,7 @@ def fit(
     loader: Any = None,
     *,
     alone: bool = False,
-    strategy: Found | None = None,
+    strategy: Found | str | None = None,
     saved: Path | None = None,
     **settings: Any,
 ) -> Found:
@@ -175,7 +182,8 @@ def fit(
     settings = {"max_epochs": 2, "accelerator": "cpu", "devices": 1, **QUIET, **settings}
     if not alone:
         strategy = {"local_batches": PINNED} if strategy is None else strategy
-        settings |= {"devices": 2, "strategy": CannikinStrategy(**strategy)}
+        strategy = CannikinStrategy(**strategy) if isinstance(strategy, dict) else strategy
+        settings |= {"devices": 2, "strategy": strategy}
     trainer = L.Trainer(**settings)
     loader = loader_for(alone=alone) if loader is None else loader
     trainer.fit(net, loader, DataLoader(samples(40), 8), ckpt_path=saved)
@@ -208,6 +216,7 @@ ALIKE: dict[str, Callable[..., Found]] = {
     "pinned": lambda **how: fit(Net(), **how),
     "adaptive": lambda **how: fit(Net(), **how, strategy={"policy": ScriptedPlanner(CHANGING)}, max_epochs=6),
     "learned": lambda **how: fit(Unlike(), **how, strategy={"local_bounds": (2, 60)}, max_epochs=8),
+    "by_name": lambda **how: fit(Unlike(), **how, strategy="cannikin"),
     "accumulated": lambda **how: fit(Net(), **how, accumulate_grad_batches=3),
     "clipped": lambda **how: fit(Net(), **how, gradient_clip_val=0.1),
     "scheduled": lambda **how: fit(Net(schedule=True), **how),
@@ -357,11 +366,12 @@ class Sum(L.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.net = torch.nn.Linear(3, 1)
-        self.seen: list[int] = []
+        self.told: Found = {"seen": [], "sizes": []}
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         features, target, numbers = batch
-        self.seen += numbers.tolist()
+        self.told["seen"] += numbers.tolist()
+        self.told["sizes"].append(len(numbers))
         return (self.net(features) - target).square().mean()
 
     def configure_optimizers(self) -> Any:
@@ -370,15 +380,56 @@ class Sum(L.LightningModule):
     def on_train_epoch_start(self) -> None: ...
 
 
-def stream() -> Found:
-    module = Sum()
-    fit(module, DataLoader(NumberedStream(100), 16), max_epochs=1, strategy={"local_batches": (24, 8)})
-    return {"seen": module.seen}
+class TurningStream(NumberedStream):
+    """One whose every epoch begins at another sample."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.data[(index + 30 * self.epoch) % len(self.data)] for index in range(len(self.data)))
 
 
-def weighted() -> Found:
-    loader = DataLoader(samples(), 32, sampler=WeightedRandomSampler([1.0] * 250 + [0.0] * 250, 200))
-    return fit(Net(), loader, use_distributed_sampler=False)
+def stream(kind: type[NumberedStream] = NumberedStream, **how: Any) -> Found:
+    how = {"max_epochs": 1, **how}
+    return fit(Sum(), DataLoader(kind(100), 16), strategy={"local_batches": (24, 8)}, **how)
+
+
+def weighted(**how: Any) -> Found:
+    generator = torch.Generator().manual_seed(3)
+    sampler = WeightedRandomSampler([1.0] * 250 + [0.0] * 250, 200, generator=generator)
+    return fit(Net(), DataLoader(samples(), 32, sampler=sampler), use_distributed_sampler=False, **how)
+
+
+# Trainings of three epochs that are resumed after the first one.
+AFTER_EPOCHS: dict[str, Callable[..., Found]] = {
+    "growing": lambda **how: fit(Net(), strategy=growing([(60, 36)]), max_epochs=3, **how),
+    "growing_without_validation": lambda **how: fit(
+        Net(), strategy=growing([(60, 36)]), max_epochs=3, limit_val_batches=0, **how
+    ),
+    "growing_limited": lambda **how: fit(
+        Net(), strategy=growing([(60, 36)]), max_epochs=3, limit_train_batches=3, limit_val_batches=0, **how
+    ),
+    "stream": lambda **how: stream(TurningStream, max_epochs=3, **how),
+    "sampler": lambda **how: weighted(max_epochs=3, **how),
+    # At the last batch: 8 of an epoch whose total might grow and does not, 4 of the stream's.
+    "last_of_growing": lambda **how: fit(Net(), strategy=growing([(40, 24)]), max_epochs=3, **how),
+    "last_of_stream": lambda **how: stream(TurningStream, max_epochs=3, **how),
+}
+EVERY = {"last_of_growing": 8, "last_of_stream": 4}
+
+
+def kept_after_epochs(name: str) -> Found:
+    """One of these, which keeps a checkpoint of each epoch, where Lightning makes them unless it is told."""
+    checkpoints = ModelCheckpoint(FOLDER / name, "{epoch}", save_top_k=-1, every_n_train_steps=EVERY.get(name))
+    return AFTER_EPOCHS[name](callbacks=[checkpoints], enable_checkpointing=True)
+
+
+def resumed_after_epochs(name: str) -> Found:
+    """The same, from the checkpoint of its first epoch."""
+    return AFTER_EPOCHS[name](saved=FOLDER / name / "epoch=0.ckpt")
 
 
 class Events:
@@ -415,7 +466,15 @@ RANKS: dict[str, Callable[[], Found]] = {
     "saved_ahead": lambda: fit(
         Net(), strategy=growing([(60, 36)]), max_epochs=3, callbacks=[SaveAt(FOLDER / "ahead.ckpt", 8)]
     ),
+    "saved_between_groups": lambda: fit(
+        Net(), accumulate_grad_batches=3, callbacks=[SaveAt(FOLDER / "between.ckpt", 11)]
+    ),
+    "saved_in_groups": lambda: fit(
+        Net(), accumulate_grad_batches=3, callbacks=[SaveAt(FOLDER / "in.ckpt", 12), SaveAt(FOLDER / "in.ckpt", 13)]
+    ),
+    "saved_in_groups_by_fabric": lambda: train_by_fabric(save=FOLDER / "in.ckpt", accumulate=3),
     "saved_by_fabric": lambda: train_by_fabric(save=FOLDER / "fabric.ckpt"),
+    **{f"saved_{name}": partial(kept_after_epochs, name) for name in AFTER_EPOCHS},
     "shown": lambda: shown(Bar()),
     "shown_growing": lambda: shown(Bar(), strategy=growing(), max_epochs=3),
     "shown_by_rich": lambda: shown(RichBar(), strategy=growing(), max_epochs=3),
@@ -443,6 +502,7 @@ RESUMED: dict[str, Callable[[], Found]] = {
     "saved_scheduled": lambda: fit(Net(schedule=True), max_epochs=3, saved=FOLDER / "scheduled.ckpt"),
     "saved_ahead": lambda: fit(Net(), strategy=growing([(60, 36)]), max_epochs=3, saved=FOLDER / "ahead.ckpt"),
     "saved_by_fabric": lambda: train_by_fabric(saved=FOLDER / "fabric.ckpt"),
+    **{f"saved_{name}": partial(resumed_after_epochs, name) for name in AFTER_EPOCHS},
 }
 
 

@@ -23,7 +23,9 @@ from cannikin.integrations.accelerate import prepare
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What each case found on rank 0; the second launch resumes what the first one saved."""
     folder = tmp_path_factory.mktemp("accelerate")
-    first = run_ranks(run, 2, folder, "parity", "adaptive", "called_seldom", "saving", "refusals", timeout_s=100)
+    first = run_ranks(
+        run, 2, folder, "parity", "adaptive", "called_seldom", "saving", "saving_in_a_group", "refusals", timeout_s=100
+    )
     return first[0] | run_ranks(run, 2, folder, "resuming", timeout_s=60)[0]
 
 
@@ -100,6 +102,12 @@ def test_a_run_saved_in_mid_epoch_ends_with_the_same_weights_in_a_fresh_process(
     assert found["resuming"]["gaps"] == [0.0, 0.0]  # the second one accumulates
     assert found["resuming"]["losses"] == found["saving"]["losses"]
     assert found["resuming"]["rates"] == found["saving"]["rates"]
+
+
+def test_a_state_that_lacks_gradients_is_warned_of(found):
+    (warning,) = found["saving_in_a_group"]
+    assert "inside of a group of accumulated batches" in warning
+    assert "where accelerator.sync_gradients is True" in warning
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import pytest
 if importlib.util.find_spec("lightning") is None:
     pytest.skip("lightning is not installed: pip install -c constraints.txt '.[lightning]'", allow_module_level=True)
 
+import lightning_cases
 import torch
 from lightning_cases import NUM_BATCHES
 
@@ -28,6 +29,7 @@ HERE = Path(__file__).parent
 ALIKE = ("pinned", "adaptive", "accumulated", "clipped", "scheduled", "validated", "max_steps", "limited", "overfit",
          "seldom", "seldom_accumulated", "telling")  # fmt: skip
 SAVED = ("saved", "saved_scheduled", "saved_ahead", "saved_by_fabric")
+AFTER_EPOCHS = tuple(f"saved_{name}" for name in lightning_cases.AFTER_EPOCHS)
 
 
 def launch(folder: Path, role: str, *starter: str) -> list[dict[str, Any]]:
@@ -103,6 +105,13 @@ def test_the_policy_itself_gives_the_faster_rank_more_while_weights_stay_those_o
     assert first["plan"][0] > 1.5 * first["plan"][1]  # of ranks of speed 4 and 1
 
 
+def test_a_strategy_that_is_given_by_its_name_is_ours(told, alone):
+    first, second = values(told, "by_name")
+    assert gap(alone["by_name"], first) < 1e-6
+    assert gap(first, second) == 0
+    assert sum(first["plan"]) == 64
+
+
 def test_means_over_ranks_in_each_step_are_warned_of_where_the_split_is_to_adapt(told):
     assert "their speeds cannot be told apart" in values(told, "adaptive")[0]["warnings"][0]
     assert values(told, "adaptive")[1]["warnings"] == []
@@ -157,11 +166,38 @@ def test_a_run_goes_on_from_a_checkpoint_in_the_middle_of_an_epoch_as_if_it_had_
     assert rest["sizes"] == whole["sizes"][-len(rest["sizes"]) :]
 
 
+@pytest.mark.parametrize("name", AFTER_EPOCHS)
+def test_a_run_goes_on_from_a_checkpoint_of_a_complete_epoch_in_the_order_of_the_next_one(told, name):
+    for whole, rest in zip(values(told, name), values(told, f"resumed_{name}"), strict=True):
+        assert gap(whole, rest) == 0
+        assert 0 < len(rest["sizes"]) < len(whole["sizes"])
+        assert rest["sizes"] == whole["sizes"][-len(rest["sizes"]) :]
+
+
+def test_another_epoch_has_another_order_in_what_is_resumed_after_one(told):
+    ranks = values(told, "saved_stream")
+    seen = [rank["seen"][: sum(rank["sizes"][:4])] for rank in ranks]
+    assert sorted(seen[0] + seen[1]) == list(range(100))
+    assert [rank["seen"][len(own)] for rank, own in zip(ranks, seen, strict=True)] == [30, 54]
+
+
 @pytest.mark.slow
 def test_fresh_processes_under_torchrun_do_so_too(told, folder):
     resumed = launch(folder, "resumed", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    for name in SAVED:
+    for name in (*SAVED, *AFTER_EPOCHS):
         assert gap(values(told, name)[0], values(resumed, name)[0]) == 0, name
+
+
+def test_checkpoints_that_lack_gradients_are_warned_of_once(told):
+    for name, advice in (("saved_in_groups", "a multiple of accumulate_grad_batches"),
+                         ("saved_in_groups_by_fabric", "where no_backward_sync is off")):  # fmt: skip
+        first, second = values(told, name)
+        (warning,) = first["warnings"]
+        assert "inside of a group of accumulated batches" in warning
+        assert advice in warning
+        assert second["warnings"] == []
+    for name in ("saved_between_groups", "saved_ahead", "saved_growing", "saved_last_of_stream", "saved_by_fabric"):
+        assert not any("group" in warning for warning in values(told, name)[0]["warnings"]), name
 
 
 def test_a_progress_bar_has_the_number_of_batches_of_an_epoch(told):

@@ -133,6 +133,7 @@ def test_a_run_saved_at_any_step_ends_with_the_same_weights_in_a_fresh_process(a
         ("evaluated first", "trainer.evaluate() or predict() has prepared it before train()"),
         ("other batches", "get_train_dataloader() returns batches of 16, and per_device_train_batch_size=8"),
         ("broken", "no such input cannikin: this was a trial before training, in eval mode"),
+        ("packed", "where the samples of a batch are packed into one row, pass item_count="),
         ("no labels", "is 0.0, which does not tell how it is made: put samples with labels first"),
         ("tokens of one's own", "average_tokens_across_devices=False makes each rank's loss a mean over its own"),
     ],

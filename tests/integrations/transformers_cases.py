@@ -20,6 +20,7 @@ from accelerate.state import AcceleratorState, GradientState
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import (
+    DataCollatorWithFlattening,
     LlamaConfig,
     LlamaForCausalLM,
     Seq2SeqTrainer,
@@ -29,6 +30,7 @@ from transformers import (
     get_linear_schedule_with_warmup,
 )
 
+from cannikin.errors import BatchMatchError
 from cannikin.integrations.transformers import HeteroTrainer
 from cannikin.runtime.passes import epoch_order
 
@@ -73,6 +75,22 @@ def llama() -> LlamaForCausalLM:
         max_position_embeddings=32, pad_token_id=0,
     )  # fmt: skip
     return LlamaForCausalLM(config)
+
+
+class OwnMean(LlamaForCausalLM):
+    """A Llama whose loss is a mean over the tokens of its own batch."""
+
+    accepts_loss_kwargs = False
+
+
+def own_mean() -> LlamaForCausalLM:
+    model = llama()
+    model.__class__ = OwnMean
+    return model
+
+
+def num_labels(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return (batch["labels"][:, 1:] != -100).sum()
 
 
 class Points(Dataset):
@@ -314,6 +332,25 @@ PARITY: dict[str, tuple[Callable[[], Any], dict[str, Any], dict[str, Any], dict[
     "tokens, short last group": (llama, _PILED, {}, {"accumulate": 3}),
     "tokens, each batch in sync": (llama, _IN_SYNC, {}, {"accumulate": 3}),
     "tokens, a rank without samples": (llama, {"per_device_train_batch_size": 17}, {"local_batches": [20, 14]}, {}),
+    "tokens, packed": (llama, {}, {"collator": DataCollatorWithFlattening()}, {}),
+    "tokens, packed, short last group": (
+        llama,
+        _PILED,
+        {"collator": DataCollatorWithFlattening(return_flash_attn_kwargs=True)},
+        {"accumulate": 3},
+    ),
+    "tokens, packed, a rank without samples": (
+        llama,
+        {"per_device_train_batch_size": 17},
+        {"local_batches": [20, 14], "collator": DataCollatorWithFlattening()},
+        {},
+    ),
+    "tokens by item_count, packed": (
+        own_mean,
+        {},
+        {"collator": DataCollatorWithFlattening(), "item_count": num_labels},
+        {},
+    ),
     "tokens, bf16": (llama, {"bf16": True}, {}, {"bf16": True}),
     "means": (Classifier, {}, {}, {}),
     "means, short last group": (Classifier, _PILED, {}, {"accumulate": 3}),
@@ -327,6 +364,8 @@ PARITY: dict[str, tuple[Callable[[], Any], dict[str, Any], dict[str, Any], dict[
 }
 QUICK = (
     "tokens, short last group",
+    "tokens, packed",
+    "tokens by item_count, packed",
     "means, evaluated",
     "means, a count ignored",
     "means, in training only",
@@ -492,7 +531,7 @@ def refusals(folder: Path) -> dict[str, str]:
         fresh()
         try:
             call()
-        except ValueError as error:
+        except (ValueError, BatchMatchError) as error:
             return " ".join([str(error), *getattr(error, "__notes__", ())])
         return "nothing"
 
@@ -518,6 +557,7 @@ def refusals(folder: Path) -> dict[str, str]:
         "evaluated first": said(evaluated_first),
         "other batches": said(lambda: train(folder, Classifier(), kind=OtherLoader, **UNEQUAL)),
         "broken": said(lambda: train(folder, Broken(), **UNEQUAL)),
+        "packed": said(lambda: train(folder, own_mean(), collator=DataCollatorWithFlattening(), **UNEQUAL)),
         "no labels": said(lambda: train(folder, llama(), collator=without_labels, **UNEQUAL)),
         "tokens of one's own": said(
             lambda: train(folder, llama(), arguments_={"average_tokens_across_devices": False}, **UNEQUAL)

@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from cannikin.core.cutting import Bounds
 from cannikin.errors import InvalidInputError
 from cannikin.integrations.pinned import refuse_other_total
+from cannikin.integrations.saving import LostGradients
 from cannikin.runtime.engine import Engine
 from cannikin.runtime.loader import HeteroDataLoader
 from cannikin.runtime.options import DrawOptions, Options, check_names
@@ -97,6 +98,8 @@ def prepare(
     num_steps = 1 if accelerator.split_batches else accelerator.num_processes
     for place in of_schedulers:
         prepared[place] = _CalledScheduler(_SeveralSteps(objects[place], num_steps), loader)
+    lost = LostGradients("save where accelerator.sync_gradients is True, after optimizer.step()")
+    accelerator.register_save_state_pre_hook(lambda *_: lost.check(engine))
     accelerator.register_for_checkpointing(engine, loader, *(prepared[place] for place in of_schedulers))
     return tuple(prepared)
 

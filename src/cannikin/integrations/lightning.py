@@ -43,9 +43,10 @@ from cannikin.core.planner import Planner
 from cannikin.core.values import Plan
 from cannikin.errors import InvalidInputError
 from cannikin.integrations.pinned import pinned_total
+from cannikin.integrations.saving import LostGradients
 from cannikin.runlog import Observer
 from cannikin.runtime.engine import Engine
-from cannikin.runtime.loader import HeteroDataLoader
+from cannikin.runtime.loader import HeteroDataLoader, Order
 from cannikin.runtime.options import DrawOptions, Options, check_names
 from cannikin.runtime.parallel import attach
 from cannikin.runtime.schedulers import ProgressScheduler
@@ -109,6 +110,10 @@ class CannikinStrategy(DDPStrategy):
         self._begun: tuple[dict[str, Any], dict[str, Any]] | None = None  # states of engine and loader before any step
         self._has_loader = False  # in the set-up of training data that Lightning is at
         self._in_step = self._in_fit = self._warned = False
+        self._lost = LostGradients(
+            "save after a multiple of accumulate_grad_batches or at the epoch's end, and validate there, where "
+            "ModelCheckpoint saves, too"
+        )
         self._shown: Plan | None = None  # the plan that the progress bar's total was last computed for
         self.engine: Engine | None = None
         self.loader: TrainLoader | None = None
@@ -139,14 +144,19 @@ class CannikinStrategy(DDPStrategy):
             self._schedule_by_progress(self.engine, trainer)
         if self.loader is not None:  # configure_optimizers() has asked how many steps there will be
             self._bind(self.loader, self.engine)
-            if self._saved_place is not None:  # Lightning gives it only to loaders that it makes after this
-                self.loader.load_state_dict(self._saved_place)
-        self._saved_place = None
         self._in_fit = True
 
     def _bind(self, loader: TrainLoader, engine: Engine) -> None:
-        """Let the engine train on the loader, and keep the states to which a search of learning rates goes back."""
+        """Let the engine train on the loader, and keep the states to which a search of learning rates goes back.
+
+        A saved place is taken here, since Lightning gives it neither to a loader that it has made before this nor,
+        where an epoch was complete, to any. The beginning of an epoch has no place beside its number, which is
+        Lightning's, and fits other data, too.
+        """
         loader.bind(engine)
+        place, self._saved_place = self._saved_place, None
+        if place is not None and (place["position"] or "sampler" in place):
+            loader.load_state_dict(place)
         self._begun = engine.state_dict(), loader.state_dict()
 
     def _schedule_by_progress(self, engine: Engine, trainer: pl.Trainer) -> None:
@@ -204,7 +214,8 @@ class CannikinStrategy(DDPStrategy):
         self._has_loader = True
         loader = _like(dataloader, self.world_size, self.global_rank, self._loader_options)
         if self.loader is None:
-            self.loader = TrainLoader(loader, grows=_grows(loader, self._loader_options))
+            next_epoch = partial(_next_epoch, self.lightning_module.trainer)
+            self.loader = TrainLoader(loader, grows=_grows(loader, self._loader_options), next_epoch=next_epoch)
             if self.engine is not None:
                 self._bind(self.loader, self.engine)
         elif (loader.batch_size, sized_len(loader)) != (self.loader.batch_size, self.loader.length):
@@ -300,6 +311,7 @@ class CannikinStrategy(DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save what was learned, and the place in the data, with the rest."""
         if self.engine is not None and self.loader is not None:
+            self._lost.check(self.engine)
             checkpoint[_KEY], checkpoint[_PLACE_KEY] = self.engine.state_dict(), self.loader.state_dict()
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -327,14 +339,21 @@ StrategyRegistry.register(_KEY, CannikinStrategy, description="DDP with unequal 
 class TrainLoader:
     """A HeteroDataLoader as Lightning reads one: of a length that holds for every epoch, or of none.
 
+    Lightning reads the first batch of a loader without a length before it says which epoch it trains, and may begin the
+    pass once more after that. So what it says during a pass is kept until the next one begins, and where that is over
+    the same epoch, it goes on at the first batch that was not trained on.
+
     Args:
         loader: whose batches they are, without a model yet.
         grows: whether the total batch may.
+        next_epoch: what a pass begins where Lightning has not said so.
     """
 
-    def __init__(self, loader: HeteroDataLoader, *, grows: bool) -> None:
+    def __init__(self, loader: HeteroDataLoader, *, grows: bool, next_epoch: Callable[[], int]) -> None:
         self.loader = loader
-        self._is_bound = False
+        self._next_epoch = next_epoch
+        self._told: int | None = None  # the epoch, since the last pass began
+        self._is_bound = self._is_underway = False
         self.length = sized_len(loader)  # of a whole epoch, while it has no model
         self.grows = grows and self.length is not None
 
@@ -350,12 +369,31 @@ class TrainLoader:
                 "number of steps is not known beforehand; set max_steps with max_epochs=-1, leave max_batch_size out, "
                 "or write the number of steps at the initial batch"
             )
+        told = self._told
+        state = self.state_dict() if self._is_underway and self.loader.epoch == told else None
         self.finish()
+        if state is not None:
+            self.load_state_dict(state)
+        self.loader.set_epoch(self._next_epoch() if told is None else told)
+        self._is_underway = True
         yield from self.loader
+        self._is_underway = False
+
+    @property
+    def sampler(self) -> Order:
+        """The order of samples, to which Lightning says which epoch it trains."""
+        return _TrainOrder(self, sized_len(self.loader.sampler))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make `epoch` the one that the next pass begins."""
+        self._told = epoch
+        if not self._is_underway:
+            self.loader.set_epoch(epoch)
 
     def finish(self) -> None:
         """End the pass underway: Lightning counts batches, and does not ask for the end."""
         self.loader.finish()
+        self._told, self._is_underway = None, False
 
     def __len__(self) -> int:
         if self.grows or self.length is None:
@@ -380,6 +418,34 @@ class TrainLoader:
         if name == "loader":  # not there yet, as in a copy
             raise AttributeError(name)
         return getattr(self.loader, name)
+
+
+class _TrainOrder(Order):
+    """The order of a `TrainLoader`.
+
+    Args:
+        train_loader: whose order it is.
+        num_samples: samples of an epoch on all ranks, None where that is not known.
+    """
+
+    def __init__(self, train_loader: TrainLoader, num_samples: int | None) -> None:
+        super().__init__(train_loader.loader, num_samples)
+        self._train_loader = train_loader
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make `epoch` the one that the next pass begins."""
+        self._train_loader.set_epoch(epoch)
+
+
+def _next_epoch(trainer: pl.Trainer) -> int:
+    """Return the epoch that Lightning will train next, by its counts, also where they come from a checkpoint.
+
+    One that was saved after the last batch of an epoch, or in the validation after it, counts that epoch as underway.
+    """
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    batch: Any = trainer.fit_loop.epoch_loop.batch_progress
+    is_over = batch.is_last_batch and batch.current.processed == batch.current.ready
+    return int(epochs.processed + (is_over and epochs.started > epochs.processed))
 
 
 def _show_total(trainer: pl.Trainer, num_batches: int) -> None:
@@ -455,6 +521,7 @@ class FabricLoader:
         self.loader = loader
         self.engine = engine
         self._fabric = fabric
+        self._lost = LostGradients("save where no_backward_sync is off, after optimizer.step()")
 
     def __iter__(self) -> Iterator[Any]:
         return map(self._fabric.to_device, self.loader)
@@ -470,6 +537,7 @@ class FabricLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return where in the data training is, and what was learned, as `fabric.save` takes it."""
+        self._lost.check(self.engine)
         return {"loader": self.loader.state_dict(), "engine": self.engine.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -204,10 +204,25 @@ class HeteroTrainer(Trainer):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Train on a batch; the loss that is returned is one whose plain mean over ranks is the mean over samples."""
         engine = self.engine
-        if engine is not None and "weighting" not in self._options:
+        if engine is None:
+            plain: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
+            return plain
+        if "weighting" not in self._options:
             self._check_items(num_items_in_batch)
-        loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
-        if engine is None or engine.weighting == "none":
+        counts_samples = engine.weighting != "none" and self._split["item_count"] is None
+        if not counts_samples and len(engine.loop.queue):
+            engine.use_batch()  # its samples may be packed into one row, and their number is not what weights it
+        try:
+            loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
+        except BatchMatchError as error:
+            if counts_samples:
+                error.add_note(
+                    "cannikin: where the samples of a batch are packed into one row, pass item_count= to the trainer, "
+                    "which counts the row's items, such as labels; a loss that is divided by num_items_in_batch needs "
+                    "none"
+                )
+            raise
+        if engine.weighting == "none":
             return loss
         share = engine.current_share
         return loss * (engine.world_size * share) if share else torch.zeros_like(loss)
