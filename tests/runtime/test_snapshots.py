@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -216,6 +217,25 @@ def test_one_rank_that_sees_the_newest_snapshot_is_enough(tmp_path):
     assert np.array_equal(after[0]["weights"], after[1]["weights"])
     kept = [pair for result in before for pair in result["seen"][:-4]]
     assert sorted(kept + seen_by(after)) == every_sample_of(3)
+
+
+def test_another_hosts_copy_is_used_where_the_first_one_is_damaged(tmp_path):
+    folders = [tmp_path / name for name in ("a", "b")]
+    run_ranks(own_folders, 2, [str(folder) for folder in folders], 5)
+    older, newest = names(folders[0])
+    folders[1].mkdir(exist_ok=True)
+    for name in (older, newest):
+        shutil.copy(folders[0] / name, folders[1] / name)
+    content = (folders[0] / newest).read_bytes()
+    (folders[0] / newest).write_bytes(content[:500] + bytes([content[500] ^ 1]) + content[501:])
+    for result in run_ranks(own_folders, 2, [str(folder) for folder in folders], 3):
+        assert result["resumed_from"] == 4
+    older, newest = names(folders[0])
+    (folders[0] / newest).write_bytes(b"")
+    results = run_ranks(own_folders, 2, [str(folders[0])] * 2, 3)
+    assert [result["resumed_from"] for result in results] == [int(older.split("-")[1])] * 2
+    (told,) = results[0]["warned"]
+    assert f"{newest}, as rank 0 sees it, is left out" in told, "once, where all see the same file"
 
 
 def test_generators_that_a_script_seeds_unlike_stay_unlike_and_do_not_begin_again(tmp_path):

@@ -36,6 +36,7 @@ from cannikin.runtime.snapshot_file import (
     OpenSnapshot,
     SnapshotLock,
     SnapshotName,
+    file_id,
     list_snapshots,
     newest_of,
     open_snapshot,
@@ -43,6 +44,7 @@ from cannikin.runtime.snapshot_file import (
     read_chunks,
     superseded,
     take_apart,
+    without,
     write_snapshot,
 )
 
@@ -214,21 +216,22 @@ class Snapshot:
 
     def _load_newest(self) -> None:
         """Load the newest snapshot that is whole and of this model, the same on every rank."""
-        seen = self._ask_who_sees_what()
-        refused: set[SnapshotName] = set()
-        while (found := newest_of(seen, refused)) is not None:
+        seen, has_refused = self._ask_who_sees_what(), False
+        while (found := newest_of(seen)) is not None:
             name, owner = found
             try:
                 if name.identity != self._identity:
                     raise StateError("it is of another model or optimizer, or of other names or shapes of parameters")
                 opened = open_snapshot(self._receive(name, owner))
             except StateError as error:
-                refused.add(name)
-                self._warn(f"snapshot {self._folder / str(name)} is left out: {error}")
+                # Another rank's file of this name may be whole, but not of another model.
+                seen = without(seen, name, owner if name.identity == self._identity else None)
+                has_refused = True
+                self._warn(f"snapshot {self._folder / str(name)}, as rank {owner} sees it, is left out: {error}")
             else:
                 self._load(opened, name)
                 return
-        if refused:
+        if has_refused:
             self._warn(f"no snapshot in {self._folder} can be used: training begins afresh")
 
     @contextmanager
@@ -244,8 +247,11 @@ class Snapshot:
                 f"look for the error of the one that has not come ({error})"
             ) from error
 
-    def _ask_who_sees_what(self) -> list[list[SnapshotName]]:
-        """Return the snapshots that each rank sees; raise the same error on every rank where none can be written."""
+    def _ask_who_sees_what(self) -> list[dict[SnapshotName, str]]:
+        """Return the snapshots that each rank sees, with what tells the files of one name from each other.
+
+        Raises the same error on every rank where none can be written.
+        """
         problem = ""
         if self._exchange.rank == 0:
             try:
@@ -262,12 +268,12 @@ class Snapshot:
                 )
             except InvalidInputError as error:
                 problem = str(error)
-        mine = [[name.step, name.identity] for name in list_snapshots(self._folder)]
+        mine = [[name.step, name.identity, file_id(self._folder / str(name))] for name in list_snapshots(self._folder)]
         with self._within_limit():
             told = [json.loads(text) for text in self._exchange.gather_text(json.dumps([problem, mine]), _LIMIT)]
         if told[0][0]:
             raise InvalidInputError(told[0][0])
-        return [[SnapshotName(*name) for name in names] for _, names in told]
+        return [{SnapshotName(step, identity): file for step, identity, file in files} for _, files in told]
 
     def _receive(self, name: SnapshotName, owner: int) -> torch.Tensor:
         """Return the bytes of a file that one rank sees, on every rank; none where it cannot read it after all."""
