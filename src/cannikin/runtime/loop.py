@@ -623,6 +623,7 @@ class Loop:
         """Let the optimizer's next step use the gradients of this one, whose backward begins."""
         forgone = self._pile.add(step)
         if forgone:
+            self._mistakes.note_forgone()
             self._add_forgone(forgone)
 
     def _worth(self) -> Worth:
