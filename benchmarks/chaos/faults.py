@@ -9,6 +9,9 @@ LIMIT_S = 8.0  # that groups are given: no rank may wait longer for a silent one
 PATIENCE_S = 2.0  # after which a rank that waits must say for whom; its default is longer
 GRACE_S = 7.0  # beyond it, on a busy machine, before it counts as a hang
 
+# Where a loop fetches its next batch: at its head, in the midst of a step as nanoGPT does, or once the step is over.
+FETCHES = ("at the head", "forward|backward", "backward|step", "after the step")
+
 # Devices that ranks pretend to be, as the lab's do; a launch has three to five of them.
 SPEEDS = (1.0, 0.8, 0.5, 0.35, 0.25)
 SAMPLE_S = 1e-3  # of a device of speed 1
@@ -94,6 +97,7 @@ class Chain:
     Args:
         max_batch_size: None for a fixed total.
         save_every: steps between two snapshots.
+        fetch: one of `FETCHES`.
         has_hosts: whether each device has a network of its own.
     """
 
@@ -104,6 +108,7 @@ class Chain:
     max_batch_size: int | None
     num_workers: int
     save_every: int
+    fetch: str
     has_hosts: bool
     launches: tuple[Launch, ...]
 
@@ -143,6 +148,8 @@ def draw_chain(seed: int, number: int, num_faults: int, available: frozenset[str
         max_batch_size=rng.choice((None, None, 96)),
         num_workers=num_workers,
         save_every=rng.randint(4, 20),
+        # By numbers of its own: the faults of a seed stay the same.
+        fetch=random.Random(f"{seed} {number} fetch").choice(FETCHES),
         has_hosts=has_hosts,
         launches=(*launches, Launch(members=members, faults=())),
     )

@@ -17,11 +17,11 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -150,6 +150,51 @@ class Numbered(Dataset[Any]):
         return (*sample(index), index)
 
 
+class Batch(NamedTuple):
+    """A batch, and what is written down of it once it is trained on."""
+
+    features: torch.Tensor
+    targets: torch.Tensor
+    samples: list[int]
+    epoch: int
+    plan: tuple[int, ...]
+
+
+class Fetching:
+    """The batches of all passes, each fetched where the chain's loop does so; the last launch makes one pass.
+
+    Args:
+        loader, model: which they are for.
+        fetch: one of `FETCHES`.
+        is_last: whether the launch is the last one.
+    """
+
+    def __init__(self, loader: HeteroDataLoader, model: HeteroDataParallel, fetch: str, *, is_last: bool) -> None:
+        self._fetch = fetch
+        self._row = self._all(loader, model, is_last=is_last)
+        self._ahead: list[Batch | None] = []
+
+    @staticmethod
+    def _all(loader: HeteroDataLoader, model: HeteroDataParallel, *, is_last: bool) -> Iterator[Batch]:
+        num_batches = 0
+        while not (is_last and num_batches):
+            for features, targets, indices in loader:
+                num_batches += 1
+                plan = model.plan
+                assert plan is not None
+                samples = [] if loader.is_padding else indices.tolist()
+                yield Batch(features, targets, samples, loader.epoch, plan.local_batches)
+
+    def take(self) -> Batch | None:
+        """Return the next batch; None where there is none."""
+        return self._ahead.pop() if self._ahead else next(self._row, None)
+
+    def look_ahead(self, place: str) -> None:
+        """Fetch the next batch, if this is the place."""
+        if place == self._fetch:
+            self._ahead.append(next(self._row, None))
+
+
 class Strikes:
     """The faults of this rank that happen inside of its process: what it visits strikes once the step has come."""
 
@@ -258,25 +303,24 @@ def _train(order: Order, diary: Diary) -> None:
     mark = Mark(order.number)
     snapshot = Snapshot(order.state / "snapshots", model, every_s=None, every_steps=chain.save_every, mark=mark)
     diary.note("loaded", mark=mark.loaded, weights=flat(net).tolist())
-    while True:
-        for features, targets, indices in loader:
-            step, plan = mark.num_steps, model.plan
-            assert plan is not None
-            numbers = [] if loader.is_padding else indices.tolist()
-            diary.note("step", step=step, epoch=loader.epoch, samples=numbers, plan=plan.local_batches)
-            steps[rank] = step
-            strikes.begin(step)
-            optimizer.zero_grad()
-            loss = strikes.loss(nn.functional.mse_loss(model(features), targets))
-            scale = scaler.get_scale()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            if scaler.get_scale() < scale:
-                diary.note("skipped", step=step)
-            mark.num_steps = step + 1
-        if order.is_last and mark.num_steps:
-            break
+    batches = Fetching(loader, model, chain.fetch, is_last=order.is_last)
+    while (batch := batches.take()) is not None:
+        step = mark.num_steps
+        diary.note("step", step=step, epoch=batch.epoch, samples=batch.samples, plan=batch.plan)
+        steps[rank] = step
+        strikes.begin(step)
+        optimizer.zero_grad()
+        loss = strikes.loss(nn.functional.mse_loss(model(batch.features), batch.targets))
+        batches.look_ahead("forward|backward")
+        scale = scaler.get_scale()
+        scaler.scale(loss).backward()
+        batches.look_ahead("backward|step")
+        scaler.step(optimizer)
+        scaler.update()
+        if scaler.get_scale() < scale:
+            diary.note("skipped", step=step)
+        mark.num_steps = step + 1
+        batches.look_ahead("after the step")
     snapshot.close()
     diary.note("weights", weights=flat(net).tolist())
 

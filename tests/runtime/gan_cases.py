@@ -312,6 +312,30 @@ def rates(rank: int, world_size: int) -> list[tuple[float, float, float]]:
     return list(zip(noted[id(opt_d)], noted[id(opt_g)], totals, strict=True))
 
 
+class Resting:
+    """Counts how often a loop rests, as a Snapshot asks it to."""
+
+    num_rests = 0
+
+    def end_step(self) -> None: ...
+
+    def rest(self) -> None:
+        self.num_rests += 1
+
+    def end_training(self) -> None: ...
+
+
+def rests(rank: int, world_size: int) -> dict[str, int]:
+    """How often each way of writing the loop rests, of 30 batches, so that a snapshot can be taken."""
+    counts = {}
+    for name, loop in [*LOOPS.items(), *((f"ahead, {name}", loop) for name, loop in AHEAD.items())]:
+        gan = build(rank, world_size, _Script(), samples(61), attached=False, is_ahead=loop in AHEAD.values())
+        gan.gen.engine.loop.watcher = watcher = Resting()
+        loop(gan)
+        counts[name] = watcher.num_rests
+    return counts
+
+
 def mistakes(rank: int, world_size: int) -> list[str]:
     """What is said of a loader for a follower, of following nobody, and of a forward before any batch."""
     from cannikin.runtime.loader import HeteroDataLoader
@@ -342,6 +366,7 @@ CASES: dict[str, Callable[[int], Any]] = {
     "attached": lambda rank: error(rank, 3, dcgan, attached=True),
     "several attached": lambda rank: several_attached(rank, 3),
     "rates": lambda rank: rates(rank, 3),
+    "rests": lambda rank: rests(rank, 3),
     "mistakes": lambda rank: mistakes(rank, 3),
 }
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import itertools
 import logging
+import math
 import multiprocessing
 import os
 import random
@@ -14,6 +16,8 @@ import signal
 import threading
 import time
 import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,11 +25,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import cannikin
 from cannikin.errors import InvalidInputError, StateError
 from cannikin.runtime import ending, snapshot_file
+from cannikin.runtime import snapshot as snapshot_module
 
 NUM_SAMPLES = 46
 
@@ -467,3 +472,245 @@ def refuse(rank: int, world_size: int, folder: str) -> Any:
 
 def names(folder: Path) -> list[str]:
     return sorted(name for name in os.listdir(folder) if name.endswith(".snapshot"))
+
+
+# Loops that fetch their next batch wherever they like.
+
+NUM_BATCHES = 20  # of which a pass over the loader has 12
+WHERE = ("before forward", "forward|backward", "backward|step", "step|step", "after step")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ahead:
+    """A loop by where it fetches its next batch.
+
+    Args:
+        where: of `WHERE`; "step|step" is between the steps of two optimizers.
+        source: "draws", "loader", "worker" or "stream".
+        accumulate: batches per step of the optimizers.
+        holds_back: whether all but the last of these are under `no_sync`.
+        bad: the batch whose gradient is not finite, so that a GradScaler skips its step; -1 for none.
+        again: whether each batch is trained on twice.
+        stop: after so many batches the process ends.
+        by_signal: by SIGTERM, as soon as that is obeyed.
+    """
+
+    where: str
+    source: str = "loader"
+    accumulate: int = 1
+    holds_back: bool = False
+    bad: int = -1
+    again: bool = False
+    stop: int = 7
+    by_signal: bool = False
+
+    def train(self, rank: int, world_size: int, folder: str, stop: int = -1) -> tuple[int, int, Any]:
+        """Train on all batches, or until stopped; return the batches used before and in the end, and the weights."""
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
+        optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9) for layer in (net[0], net[2])]
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+        model = cannikin.HeteroDataParallel(net, optimizers, policy="even", grad_scaler=scaler)
+        batches, data = self._batches(model)
+        done = Done()
+        snapshot = cannikin.Snapshot(folder, model, every_s=None, every_steps=None if self.by_signal else 1, done=done)
+        resumed_from = done.number
+        fetched = [next(batches)]
+
+        def fetch(where: str) -> None:
+            if where == self.where:
+                fetched.append(next(batches))
+
+        def pass_over(x: torch.Tensor, *, is_end: bool) -> None:
+            with model.no_sync() if self.holds_back and not is_end else contextlib.nullcontext():
+                loss = model(x).square().mean() / self.accumulate
+                fetch("forward|backward")
+                scaler.scale(loss * (math.inf if done.number == self.bad else 1.0)).backward()
+            fetch("backward|step")
+            if is_end:
+                scaler.step(optimizers[0])
+                fetch("step|step")
+                scaler.step(optimizers[1])
+                scaler.update()
+                net.zero_grad()
+
+        with contextlib.suppress(StoppedError, SystemExit):
+            while done.number < NUM_BATCHES:
+                if done.number == stop:
+                    if not self.by_signal:
+                        raise StoppedError
+                    if rank == world_size - 1:
+                        os.kill(os.getpid(), signal.SIGTERM)
+                fetch("before forward")
+                x = fetched.pop(0)
+                if self.again:
+                    pass_over(x, is_end=True)
+                    model.use_batch()
+                pass_over(x, is_end=(done.number + 1) % self.accumulate == 0)
+                done.number += 1
+                fetch("after step")
+                snapshot.wait()
+        snapshot.close()
+        batches.close()
+        if data is not None:
+            data.close()
+        return resumed_from, done.number, torch.cat([p.detach().flatten() for p in net.parameters()]).numpy()
+
+    def _batches(self, model: Any) -> tuple[Iterator[torch.Tensor], Any]:
+        if self.source == "draws":
+            draws = model.batches(batch_size=8)
+            return (made_of(range(draws.start, draws.start + local)) for local, _ in draws), draws
+        own: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"} if self.source == "worker" else {}
+        data = Streamed() if self.source == "stream" else [made_of([number])[0] for number in range(96)]
+        loader = cannikin.HeteroDataLoader(data, model=model, batch_size=8, **own)
+        return (x for _ in itertools.count() for x in loader), None
+
+
+class Done:
+    """Batches that a loop has trained on, as far as it knows; saved with it."""
+
+    number = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.number = state["number"]
+
+
+class Streamed(IterableDataset):
+    """The samples of the loops that look ahead, as a stream without a length."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (made_of([number])[0] for number in range(96))
+
+
+def made_of(numbers: Iterable[int]) -> torch.Tensor:
+    """Return samples that are made of their numbers."""
+    values = torch.tensor(list(numbers), dtype=torch.float64).unsqueeze(1)
+    return torch.sin(values * torch.arange(1.0, 5.0, dtype=torch.float64))
+
+
+PILING = tuple(where for where in WHERE if where != "step|step")  # which not every batch comes to
+AHEAD = {
+    **{f"{source}, {where}": Ahead(where=where, source=source) for source in ("draws", "loader") for where in WHERE},
+    **{
+        f"{source}, {WHERE[n]}": Ahead(where=WHERE[n], source=source) for source in ("worker", "stream") for n in (1, 2)
+    },
+    **{f"two pile up, {where}": Ahead(where=where, accumulate=2, source="draws") for where in PILING},
+    **{f"two pile up unsynced, {where}": Ahead(where=where, accumulate=2, holds_back=True) for where in PILING},
+    **{f"a skipped step, {where}": Ahead(where=where, bad=4) for where in WHERE},
+    "the last step was skipped": Ahead(where="forward|backward", bad=6),
+    "each batch twice": Ahead(where="after step", again=True),
+    **{f"SIGTERM, {where}": Ahead(where=where, source="draws", by_signal=True) for where in WHERE},
+    "SIGTERM, loader": Ahead(where="backward|step", by_signal=True),
+}
+
+
+def look_ahead(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """Stop and resume each of these loops.
+
+    Return by its name the batches used when it was stopped, resumed and at its end, and how far its weights are from
+    those of a run that nothing has disturbed.
+    """
+    snapshot_module._LOOK_MS = 1
+    told = {}
+    undisturbed: dict[Ahead, Any] = {}
+    for number, (name, loop) in enumerate(AHEAD.items()):
+        plain = replace(loop, where="after step", source="loader" if loop.source == "worker" else loop.source)
+        if plain not in undisturbed:
+            _, _, undisturbed[plain] = plain.train(rank, world_size, os.path.join(folder, f"undisturbed {number}"))
+        _, before, _ = loop.train(rank, world_size, os.path.join(folder, name), loop.stop)
+        resumed_from, after, weights = loop.train(rank, world_size, os.path.join(folder, name))
+        told[name] = (before, resumed_from, after, float(abs(weights - undisturbed[plain]).max()))
+    return told
+
+
+def follow(rank: int, world_size: int, folder: str, stop: int) -> list[tuple[int, float]]:
+    """Stop and resume a loop whose second model takes a step for every other batch, and the first for each.
+
+    Return after how many batches each of three runs began, and how far its second model's weights are from the first's.
+    """
+
+    def train(own: str, stop: int) -> tuple[int, torch.Tensor]:
+        torch.manual_seed(0)
+        nets = [torch.nn.Linear(4, 1).double() for _ in range(2)]
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+        first = cannikin.HeteroDataParallel(nets[0], optimizers[0], policy="even")
+        data = [made_of([number])[0] for number in range(96)]
+        loader = cannikin.HeteroDataLoader(data, model=first, batch_size=8)
+        second = cannikin.HeteroDataParallel(nets[1], optimizers[1], follows=first)
+        done = Done()
+        snapshot = cannikin.Snapshot(
+            os.path.join(folder, own), first, every_s=None, every_steps=1, second=second, done=done
+        )
+        begun = done.number
+        for x in loader:
+            optimizers[0].zero_grad()
+            first(x).square().mean().backward()
+            optimizers[0].step()
+            (second(x).square().mean() / 2).backward()
+            if done.number % 2 == 1:
+                optimizers[1].step()
+                optimizers[1].zero_grad()
+            done.number += 1
+            snapshot.wait()
+            if done.number == stop:
+                break
+        snapshot.close()
+        return begun, nets[1].weight.detach().flatten()
+
+    runs = [train("whole", -1), train("parts", stop), train("parts", -1)]
+    return [(begun, float((weight - runs[0][1]).abs().max())) for begun, weight in runs]
+
+
+def late(rank: int, world_size: int, folder: str, is_sampler: bool) -> tuple[list[str], list[str], int]:
+    """Wait for a moment that does not come; return what is warned of, what is said of SIGTERM, and the steps after it.
+
+    A batch sampler under workers has one at the end of the pass; a loop that steps an optimizer of its own has none.
+    """
+    snapshot_module._LATE_S = 1e9 if is_sampler else 0.3
+    net = torch.nn.Linear(4, 1).double()
+    optimizer, other = (torch.optim.SGD(net.parameters(), lr=0.1) for _ in range(2))
+    model = cannikin.HeteroDataParallel(net, optimizer, policy="even")
+    data, said = [made_of([number])[0] for number in range(96)], []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("cannikin").addHandler(handler)
+    if is_sampler:
+        sampler = cannikin.HeteroBatchSampler(data, model=model, batch_size=4, prefetch_depth=2)
+        loader = DataLoader(data, batch_sampler=sampler, num_workers=1, multiprocessing_context="fork")
+    else:
+        loader = cannikin.HeteroDataLoader(data, model=model, batch_size=4)
+    num_after = 0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        snapshot = cannikin.Snapshot(folder, model, every_s=None, every_steps=2)
+        with contextlib.suppress(SystemExit):
+            for x in itertools.chain(loader, loader):
+                model(x).square().mean().backward()
+                (optimizer if is_sampler else other).step()
+                time.sleep(0.05)
+                if snapshot._ending.asked:
+                    num_after += 1
+                elif snapshot._loop.queue.num_taken == 12:
+                    os.kill(os.getpid(), signal.SIGTERM)
+        snapshot.close()
+    return [str(warning.message) for warning in caught], [text for text in said if "SIGTERM" in text], num_after
+
+
+def to_the_end(rank: int, world_size: int, folder: str) -> list[tuple[int | None, int]]:
+    """Train to the goal twice, with one snapshot on the way; the step each was resumed from, and its steps."""
+    told = []
+    for _ in range(2):
+        training = Recording(folder, every_steps=5)
+        for _ in training.model.epochs(2):
+            for _, x in training.loader:
+                training.optimizer.zero_grad()
+                training.model(x).square().mean().backward()
+                training.optimizer.step()
+                training.num_steps += 1
+        training.snapshot._writer.shutdown()  # as where the program ends
+        training.snapshot.close()
+        told.append((training.snapshot.resumed_from, training.num_steps))
+    return told

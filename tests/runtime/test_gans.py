@@ -20,6 +20,14 @@ def test_a_gan_on_unequal_ranks_ends_with_the_parameters_of_one_process(told, lo
     assert max(values(told, loop)) <= 1e-12
 
 
+def test_a_snapshot_can_be_taken_after_every_batch_of_a_gan_that_leaves_nothing_half_done(told):
+    first, *others = values(told, "rests")
+    assert all(other == first for other in others)
+    piling = first.pop("accumulation over batches")
+    assert piling == 15, "of 30 batches, two of which make one step of the discriminator"
+    assert min(first.values()) >= 29
+
+
 def test_an_optimizer_that_two_followers_share_follows_the_leaders_plan_once(told):
     first, *others = values(told, "rates")
     assert all(other == first for other in others)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import re
+import shutil
 
 import numpy as np
 import pytest
 from ranks import run_ranks, run_ranks_with_errors
 from snapshot_cases import (
+    AHEAD,
+    NUM_BATCHES,
     NUM_SAMPLES,
     accumulate,
     bad_disk,
     evaluate_for_long,
     fail_in_a_worker,
+    follow,
+    late,
+    look_ahead,
     names,
     not_come,
     other_optimizer_beside,
@@ -22,6 +28,7 @@ from snapshot_cases import (
     save_after,
     seed_unlike,
     stuck,
+    to_the_end,
     told_to_end,
     told_to_end_on_a_bad_disk,
     two_in_one_program,
@@ -218,6 +225,25 @@ def test_one_rank_that_sees_the_newest_snapshot_is_enough(tmp_path):
     assert sorted(kept + seen_by(after)) == every_sample_of(3)
 
 
+def test_another_hosts_copy_is_used_where_the_first_one_is_damaged(tmp_path):
+    folders = [tmp_path / name for name in ("a", "b")]
+    run_ranks(own_folders, 2, [str(folder) for folder in folders], 5)
+    older, newest = names(folders[0])
+    folders[1].mkdir(exist_ok=True)
+    for name in (older, newest):
+        shutil.copy(folders[0] / name, folders[1] / name)
+    content = (folders[0] / newest).read_bytes()
+    (folders[0] / newest).write_bytes(content[:500] + bytes([content[500] ^ 1]) + content[501:])
+    for result in run_ranks(own_folders, 2, [str(folder) for folder in folders], 3):
+        assert result["resumed_from"] == 4
+    older, newest = names(folders[0])
+    (folders[0] / newest).write_bytes(b"")
+    results = run_ranks(own_folders, 2, [str(folders[0])] * 2, 3)
+    assert [result["resumed_from"] for result in results] == [int(older.split("-")[1])] * 2
+    (told,) = results[0]["warned"]
+    assert f"{newest}, as rank 0 sees it, is left out" in told, "once, where all see the same file"
+
+
 def test_generators_that_a_script_seeds_unlike_stay_unlike_and_do_not_begin_again(tmp_path):
     run_ranks(seed_unlike, 2, str(tmp_path), 5)
     results = run_ranks(seed_unlike, 2, str(tmp_path), 0)
@@ -230,6 +256,57 @@ def test_generators_that_a_script_seeds_unlike_stay_unlike_and_do_not_begin_agai
 def test_no_snapshot_is_taken_while_gradients_pile_up(tmp_path):
     taken, others = run_ranks(accumulate, 2, str(tmp_path))
     assert (taken, others) == ([3], []), "six batches, and one optimizer step that another batch follows"
+
+
+@pytest.fixture(scope="module")
+def ahead(tmp_path_factory):
+    """What became of the loops of `AHEAD`, by their names."""
+    return run_ranks(look_ahead, 2, str(tmp_path_factory.mktemp("ahead")), timeout_s=150.0)
+
+
+@pytest.mark.timeout(180)  # for the launch
+@pytest.mark.parametrize("name", AHEAD)
+def test_a_loop_may_fetch_its_next_batch_at_any_moment_and_is_resumed_exactly(ahead, name):
+    loop = AHEAD[name]
+    for told in ahead:
+        stopped, resumed, ended, off = told[name]
+        assert ended == NUM_BATCHES
+        assert off == 0.0
+        assert resumed % loop.accumulate == 0
+        if loop.by_signal:
+            assert loop.stop < stopped == resumed < NUM_BATCHES, "nothing is trained on again"
+        else:
+            assert loop.stop - loop.accumulate <= resumed <= stopped == loop.stop
+
+
+@pytest.mark.parametrize(("stop", "resumed"), [(4, 2), (5, 4)])
+def test_a_second_model_that_lets_gradients_pile_up_loses_none_of_them(tmp_path, stop, resumed):
+    for _, stopped, ended in run_ranks(follow, 2, str(tmp_path), stop):
+        assert stopped[0] == 0
+        assert ended == (resumed, 0.0)
+
+
+def test_what_a_snapshot_waits_for_too_long_is_said(tmp_path):
+    ((warned, said, _),) = run_ranks(late, 1, str(tmp_path), False)
+    (due,) = [text for text in warned if "has been due" in text]
+    assert "waits for optimizer.step() with the gradients of" in due
+    assert "another optimizer than the model was given" in due
+    (told,) = said
+    assert "training goes on until a snapshot can be taken, which waits for optimizer.step()" in told
+
+
+def test_under_a_batch_sampler_with_workers_sigterm_is_answered_at_once_and_obeyed_at_the_end_of_the_pass(tmp_path):
+    ((warned, said, num_after),) = run_ranks(late, 1, str(tmp_path), True)
+    assert ["between epochs only, also at SIGTERM" in text for text in warned] == [True]
+    first, last = said
+    assert "which waits for the end of this pass" in first
+    assert "a snapshot was taken" in last
+    assert num_after == 12
+    assert len(names(tmp_path)) == 1
+
+
+def test_a_job_that_has_come_to_its_goal_has_nothing_to_train_where_it_is_started_again(tmp_path):
+    assert run_ranks(to_the_end, 2, str(tmp_path)) == [[(None, 12), (12, 0)]] * 2
 
 
 def test_a_second_model_is_saved_with_its_optimizer_and_an_object_named_later_begins_afresh(tmp_path):

@@ -201,6 +201,9 @@ class RayRun:
     def rest(self) -> None:
         """See `StepWatcher`: nothing is due, since checkpoints are made where the script reports."""
 
+    def end_training(self) -> None:
+        """See `StepWatcher`: the script reports at the end, too."""
+
     def report(
         self, metrics: dict[str, Any], *, checkpoint: ray.train.Checkpoint | None = None, **options: Any
     ) -> None:
@@ -215,10 +218,11 @@ class RayRun:
             checkpoint: one of your own in a local folder, to which our file is added.
             **options: what else `ray.train.report` takes.
         """
-        if not self.engine.loop.is_at_rest:
+        if half_done := self.engine.loop.half_done:
             raise InvalidInputError(
                 "run.report() while a batch is half used: a checkpoint would lose gradients that have not been "
-                "stepped; call it after optimizer.step(), in a loop that accumulates after the last batch of a group"
+                "stepped; call it after optimizer.step(), in a loop that accumulates after the last batch of a group; "
+                f"still to come: {half_done}"
             )
         if self.engine.rank == 0:
             if checkpoint is None:

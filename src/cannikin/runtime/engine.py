@@ -396,6 +396,7 @@ class Engine:
         try:
             while self.loop.passed < goal - 0.5:  # a last step that is half done would cost a whole pass
                 yield source.epoch
+            self.loop.end_training()
         finally:
             self.loop.goal = None
 

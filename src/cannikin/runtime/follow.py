@@ -44,13 +44,31 @@ class Follower(Loop):
     def register(self, module: torch.nn.Module) -> None:
         """Set the hooks, and let the first model hold this one's reductions back with its own (`micro_batches`)."""
         super().register(module)
-        reference = weakref.ref(module)
+        self._module = weakref.ref(module)
+        self._leader.followers.append(self)
 
-        def no_sync() -> AbstractContextManager[None]:
-            kept = reference()
-            return nullcontext() if kept is None else self._reducer.no_sync(kept)
+    def no_own_sync(self) -> AbstractContextManager[None]:
+        """See `Beside`."""
+        module = self._module()
+        return nullcontext() if module is None else self._reducer.no_sync(module)
 
-        self._leader.followers.append(no_sync)
+    def note_backward(self, task: int) -> None:
+        """See `Beside`: a GAN's generator learns through its discriminator, which throws these gradients away."""
+        self._pile.note_backward(task)
+
+    def half_done_beside(self, oldest: int | None, *, begins: bool) -> str:
+        """See `Beside`: nothing but those gradients may be left, and no batch be used that the first model has not."""
+        step = self.step
+        if step is None or self._module() is None:
+            return ""
+        if self._pile.has_own_gradients:
+            return f"optimizer.step() of a model that follows, with {self._pile.describe()}"
+        if step.backward_began:
+            if oldest is None or step.entry.step < oldest:
+                return ""
+            return f"the first model's forward of step {step.entry.step}, on which the one that follows was trained"
+        # A forward that has no backward is left out, as soon as the next batch's begins.
+        return "" if begins else f"the backward of step {step.entry.step} of a model that follows"
 
     @property
     def coordinator(self) -> Unplanned | Coordinator:

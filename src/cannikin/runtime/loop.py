@@ -63,6 +63,11 @@ from cannikin.runtime.weighting import (
 _NO_BACKWARD = -1  # what torch says where none is under way
 _KNOWN = 4  # tensors of a batch by which its forward may be known
 
+# What to do where a snapshot waits for these.
+_ON_PILES = "if it has been called, that was another optimizer than the model was given, or a backward came after it"
+_ON_FORWARDS = "a forward of no use but its output belongs under torch.no_grad()"
+_ON_PLACES = "a HeteroDataLoader knows it, a HeteroBatchSampler does not"
+
 
 class StepWatcher(Protocol):
     """What is told of the moments between steps, on every rank at the same ones."""
@@ -72,6 +77,22 @@ class StepWatcher(Protocol):
 
     def rest(self) -> None:
         """Take note that nothing is half done: what the loader's state counts is in the weights."""
+
+    def end_training(self) -> None:
+        """Take note that the loop over epochs is over, and all that belongs to the last one is done."""
+
+
+class Beside(Protocol):
+    """The loop of a model that follows another, as that one's sees it."""
+
+    def no_own_sync(self) -> AbstractContextManager[None]:
+        """Let this model's gradients pile up."""
+
+    def note_backward(self, task: int) -> None:
+        """Take note that the first model's backward has come to its outputs; `task` is torch's number of it."""
+
+    def half_done_beside(self, oldest: int | None, *, begins: bool) -> str:
+        """Return `Loop.half_done` of this model, where the oldest batch that waits, if any, is of step `oldest`."""
 
 
 class Loop:
@@ -127,8 +148,9 @@ class Loop:
         self._pass: dict[str, int] | None = None  # where a pass begins, until the ranks have agreed on it
         self._lists = 0  # of the dataset when the pass began, as a number
         self._pass_over = False
-        self.followers: list[Callable[[], AbstractContextManager[None]]] = []  # their no_sync
+        self.followers: list[Beside] = []
         self.watcher: StepWatcher | None = None  # a Snapshot, or a RayRun
+        self._has_to_rest = False  # something was half done when the loop came for its last batch
         self._may_be_over = False  # whether the pass may have ended: the next batch has not been read yet
 
     def register(self, module: torch.nn.Module) -> None:
@@ -247,25 +269,59 @@ class Loop:
         if self.watcher is None:
             return 0.0
         start_s = time.perf_counter()
-        self._may_be_over = is_over is None
+        self._may_be_over, self._has_to_rest = is_over is None, True
         self.watcher.end_step()
         if is_over is False:
             self._come_to_rest()
         return time.perf_counter() - start_s
 
-    def _come_to_rest(self) -> None:
-        """Tell the watcher that no batch is half used, where that is so."""
-        if self.watcher is not None and self.is_at_rest:
-            self.watcher.rest()
+    def _come_to_rest(self, *, begins: bool = False) -> None:
+        """Tell the watcher that no batch is half used, where that is so.
+
+        A loop may come for its next batch in the midst of a step. Then it rests once the next batch's forward `begins`;
+        not sooner than it must, since a batch that has been read may have drawn random numbers.
+        """
+        if self.watcher is None or self._half_done(begins=begins) or not (begins or self._have_all_stepped):
+            return
+        self._has_to_rest = False
+        self.watcher.rest()
 
     @property
-    def is_at_rest(self) -> bool:
-        """Whether every batch that a forward has taken is in the weights, or was left out.
+    def _have_all_stepped(self) -> bool:
+        """Whether no other optimizer is likely to step on the last batch; a batch sampler's loop cannot rest later."""
+        return self._update.have_all_stepped or (self.step is not None and self.step.entry.place is None)
+
+    @property
+    def half_done(self) -> str:
+        """What is not in the weights yet of the batches that forwards have taken, and what to do; empty at rest.
 
         Others may wait in a loop that looks ahead: the loader's state is the place where the oldest begins.
         """
-        is_known = self.queue.place is not None and self.step is not None and self.step.backward_began
-        return not self._pile.has_gradients and (is_known or not self.queue)
+        return self._half_done(begins=False)
+
+    def _half_done(self, *, begins: bool) -> str:
+        """Return `half_done`, at any moment or where the first forward of the next batch `begins`."""
+        step = self.step
+        if step is not None and not step.backward_began:
+            return f"the backward of step {step.entry.step}, which has had its forward; {_ON_FORWARDS}"
+        if self._pile.has_gradients:
+            return f"optimizer.step() with {self._pile.describe()}; {_ON_PILES}"
+        oldest = self.queue.in_hand(step) if self.queue else None
+        if oldest is not None and (self.queue.place is None or oldest.is_extra):
+            return f"the forward of step {oldest.step}, whose place in the data is not known; {_ON_PLACES}"
+        first = None if oldest is None else oldest.step
+        beside = (follower.half_done_beside(first, begins=begins) for follower in self.followers)
+        return next(filter(None, beside), "")
+
+    def end_training(self) -> None:
+        """Take note that the loop over epochs has come to its goal."""
+        if self.watcher is not None:
+            self.watcher.end_training()
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether every batch that a forward has taken is in the weights, or was left out."""
+        return not self.half_done
 
     @property
     def has_stepped(self) -> bool:
@@ -353,7 +409,7 @@ class Loop:
         with ExitStack() as stack:
             stack.enter_context(self._reducer.no_sync(module))
             for follower in self.followers:
-                stack.enter_context(follower())
+                stack.enter_context(follower.no_own_sync())
             yield
 
     def _begin_part(self, part: Any, share: float, *, synced: bool) -> None:
@@ -454,6 +510,8 @@ class Loop:
         """Return the step that a training forward now belongs to."""
         step = self.step
         if step is None or (self._part is None and self._is_over(step)):
+            if self._has_to_rest:
+                self._come_to_rest(begins=True)
             return self._take()
         return step
 
@@ -616,6 +674,8 @@ class Loop:
                 "synchronisation off before the batch's first forward, and put one that is not trained on under "
                 "torch.no_grad()"
             )
+        for follower in self.followers:
+            follower.note_backward(step.task)
         if self.step is not step:
             self._join_later(step)
             return
@@ -652,8 +712,11 @@ class Loop:
 
     def _add_to_pile(self, step: StepInProgress) -> None:
         """Let the optimizer's next step use the gradients of this one, whose backward begins."""
+        if not (self._pile.has_gradients or step.accumulated or step.entry.is_extra):
+            self._update.begin_round()
         forgone = self._pile.add(step)
         if forgone:
+            self._mistakes.note_forgone()
             self._add_forgone(forgone)
 
     def _worth(self) -> Worth:
@@ -718,6 +781,7 @@ class Loop:
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         step = self.step
         self._update.rates_of(optimizer).give_back()
+        self._update.note_step(optimizer)
         if self._pile.steps:  # of several optimizers the first to step has all of the group's worth
             is_again = all(step.entry.is_again for step in self._pile.steps)
             self._update.count(self._worth(), optimizer, is_again=is_again)

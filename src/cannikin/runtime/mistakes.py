@@ -7,7 +7,8 @@ import warnings
 from cannikin.runtime.entry import BatchEntry, begins_alike
 
 _UNPLANNED = 30  # batches of the script's own after which somebody should hear that nothing adapts
-_UNUSED = 30  # warn after this many gradients that no step of our optimizer has used
+_UNUSED = 30  # warn after this many gradients that no step of our optimizer has used, where some were thrown away
+_PILED = 300  # and else: so many batches may be meant to pile up for one step
 
 
 class Mistakes:
@@ -24,6 +25,7 @@ class Mistakes:
         self._has_padded = False
         self._has_skipped = False
         self._seeks_alike = rank == 0  # streams of ranks' own that begin alike
+        self._has_forgone = False  # gradients have gone before a step of ours has used them
         self._num_unused: int | None = 0  # gradients that no optimizer step of ours has used; None after the first one
 
     def note_skipped(self, num_skipped: int) -> None:
@@ -42,13 +44,18 @@ class Mistakes:
         if self._num_unused is None:
             return
         self._num_unused += 1
-        if self._num_unused == _UNUSED:
+        if self._num_unused >= (_UNUSED if self._has_forgone else _PILED):
+            num_unused, self._num_unused = self._num_unused, None
             warnings.warn(
-                f"{_UNUSED} gradients, and step() of the optimizer that HeteroDataParallel was given has not been "
+                f"{num_unused} gradients, and step() of the optimizer that HeteroDataParallel was given has not been "
                 "called: nothing is measured and no learning rate is scaled; give it the optimizer that the loop steps",
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+    def note_forgone(self) -> None:
+        """Take note that gradients were thrown away which our optimizer has not used: perhaps another one has."""
+        self._has_forgone = True
 
     def note_update(self) -> None:
         """Take note that our optimizer has stepped, or that its steps are seen elsewhere."""

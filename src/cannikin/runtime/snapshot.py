@@ -36,6 +36,7 @@ from cannikin.runtime.snapshot_file import (
     OpenSnapshot,
     SnapshotLock,
     SnapshotName,
+    file_id,
     list_snapshots,
     newest_of,
     open_snapshot,
@@ -43,12 +44,14 @@ from cannikin.runtime.snapshot_file import (
     read_chunks,
     superseded,
     take_apart,
+    without,
     write_snapshot,
 )
 
 _LIMIT = timedelta(seconds=300)  # for one rank to wait for another at the start: datasets may take long to open
 _LAST_WORD = timedelta(seconds=60)  # for others to wait for rank 0's last snapshot
 _LOOK_MS = 1000  # about how often ranks ask each other whether one was told to end
+_LATE_S = 10.0  # after which it is said what a snapshot waits for
 
 _log = logging.getLogger("cannikin")
 
@@ -106,8 +109,11 @@ class Snapshot:
     snapshot sends it to the others, so it is enough that one does. A file that is damaged, or of another model
     or optimizer, is named in a warning, and the one before is loaded.
 
-    Snapshots are taken where no batch is half used: not while gradients pile up, and with a `HeteroBatchSampler` under
-    workers, or in a loop that looks ahead over one, only between epochs.
+    Snapshots are taken where no batch is half used: when the loop comes for its next batch or, where it does so in the
+    midst of a step, when that batch's forward begins. They wait while gradients pile up, in this model or one that
+    follows it; with a `HeteroBatchSampler` under workers, or in a loop that looks ahead over one, until the epoch is
+    over. Where one waits for more than 10 s, a warning says for what. The last one is taken at the end of
+    `model.epochs()`; after another loop over epochs, `save()` asks for it.
 
     Args:
         folder: where snapshots are kept; rank 0 makes it.
@@ -165,7 +171,9 @@ class Snapshot:
         self._must_end = False
         self._look: PendingSum | None = None
         self._gap, self._until_look, self._looked_s = 1, 0, time.monotonic()
-        self._wanted = self._has_warned = False
+        self._wanted = self._has_warned = self._has_told_why = self._has_told_end = False
+        self._waits_since_s: float | None = None  # a snapshot, or the end
+        self._rested_s, self._longest_s = time.monotonic(), 0.0  # between two moments at which one could be taken
         self._restart_clock()
         self._hooks = [
             part.register_step_pre_hook(lambda *_: self._host.before_update())
@@ -173,19 +181,20 @@ class Snapshot:
             if isinstance(part, torch.optim.Optimizer)
         ]
         self._loop.watcher = self
-        keep_workers = getattr(self._objects["loader"], "keep_workers", None)
+        loader = self._objects["loader"]
+        keep_workers = getattr(loader, "keep_workers", None)
         if keep_workers is not None and self._ending.can_hear:
             keep_workers()
+        self._waits_for_passes = bool(getattr(loader, "prefetch_depth", 0) and keep_workers is None)
         self._warn_of_limits()
 
     def _warn_of_limits(self) -> None:
         if self._exchange.rank != 0:
             return
-        loader = self._objects["loader"]
-        if getattr(loader, "prefetch_depth", 0) and not hasattr(loader, "keep_workers"):
+        if self._waits_for_passes:
             warnings.warn(
-                "snapshots are taken between epochs only: a HeteroBatchSampler under workers does not know which of "
-                "the batches it has cut are trained on; use HeteroDataLoader, which does",
+                "snapshots are taken between epochs only, also at SIGTERM: a HeteroBatchSampler under workers does not "
+                "know which of the batches it has cut are trained on; use HeteroDataLoader, which does",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -214,21 +223,22 @@ class Snapshot:
 
     def _load_newest(self) -> None:
         """Load the newest snapshot that is whole and of this model, the same on every rank."""
-        seen = self._ask_who_sees_what()
-        refused: set[SnapshotName] = set()
-        while (found := newest_of(seen, refused)) is not None:
+        seen, has_refused = self._ask_who_sees_what(), False
+        while (found := newest_of(seen)) is not None:
             name, owner = found
             try:
                 if name.identity != self._identity:
                     raise StateError("it is of another model or optimizer, or of other names or shapes of parameters")
                 opened = open_snapshot(self._receive(name, owner))
             except StateError as error:
-                refused.add(name)
-                self._warn(f"snapshot {self._folder / str(name)} is left out: {error}")
+                # Another rank's file of this name may be whole, but not of another model.
+                seen = without(seen, name, owner if name.identity == self._identity else None)
+                has_refused = True
+                self._warn(f"snapshot {self._folder / str(name)}, as rank {owner} sees it, is left out: {error}")
             else:
                 self._load(opened, name)
                 return
-        if refused:
+        if has_refused:
             self._warn(f"no snapshot in {self._folder} can be used: training begins afresh")
 
     @contextmanager
@@ -244,8 +254,11 @@ class Snapshot:
                 f"look for the error of the one that has not come ({error})"
             ) from error
 
-    def _ask_who_sees_what(self) -> list[list[SnapshotName]]:
-        """Return the snapshots that each rank sees; raise the same error on every rank where none can be written."""
+    def _ask_who_sees_what(self) -> list[dict[SnapshotName, str]]:
+        """Return the snapshots that each rank sees, with what tells the files of one name from each other.
+
+        Raises the same error on every rank where none can be written.
+        """
         problem = ""
         if self._exchange.rank == 0:
             try:
@@ -262,12 +275,12 @@ class Snapshot:
                 )
             except InvalidInputError as error:
                 problem = str(error)
-        mine = [[name.step, name.identity] for name in list_snapshots(self._folder)]
+        mine = [[name.step, name.identity, file_id(self._folder / str(name))] for name in list_snapshots(self._folder)]
         with self._within_limit():
             told = [json.loads(text) for text in self._exchange.gather_text(json.dumps([problem, mine]), _LIMIT)]
         if told[0][0]:
             raise InvalidInputError(told[0][0])
-        return [[SnapshotName(*name) for name in names] for _, names in told]
+        return [{SnapshotName(step, identity): file for step, identity, file in files} for _, files in told]
 
     def _receive(self, name: SnapshotName, owner: int) -> torch.Tensor:
         """Return the bytes of a file that one rank sees, on every rank; none where it cannot read it after all."""
@@ -308,6 +321,10 @@ class Snapshot:
         """See `StepWatcher`: ranks tell each other, about once per second, whether one of them was told to end."""
         self._run.go_on()
         self._ending.step()
+        self._ask_whether_to_end()
+        self._tell_why_late()
+
+    def _ask_whether_to_end(self) -> None:
         if self._exchange.world_size == 1:
             self._must_end = self._ending.asked
             return
@@ -328,10 +345,32 @@ class Snapshot:
 
     def rest(self) -> None:
         """See `StepWatcher`: take a snapshot, if one is due."""
+        now_s = time.monotonic()
+        self._longest_s, self._rested_s = max(self._longest_s, now_s - self._rested_s), now_s
+        self._waits_since_s = None
         if self._must_end:
             self._leave()
         if self._exchange.rank == 0 and self._is_due() and not self._is_busy():
             self._take()
+
+    def _tell_why_late(self) -> None:
+        """Say once what a snapshot waits for, where it waits longer than a loop has taken to come to rest before."""
+        now_s, is_due = time.monotonic(), self._exchange.rank == 0 and self._is_due()
+        if not (self._must_end or is_due):
+            self._waits_since_s = None
+            return
+        self._waits_since_s = now_s if self._waits_since_s is None else self._waits_since_s
+        waited_s, what = now_s - self._waits_since_s, self._loop.half_done
+        what = f"the end of this pass: {what}" if what and self._waits_for_passes else what
+        if not what:
+            return
+        if self._must_end:
+            if not self._has_told_end and (self._waits_for_passes or waited_s > _LATE_S):
+                self._has_told_end = True
+                _log.warning("SIGTERM, and training goes on until a snapshot can be taken, which waits for %s", what)
+        elif not (self._has_told_why or self._waits_for_passes) and waited_s > _LATE_S + 2 * self._longest_s:
+            self._has_told_why = True
+            self._warn(f"a snapshot has been due for {waited_s:.0f} s, and waits for {what}")
 
     def _is_due(self) -> bool:
         since_s, since_steps = time.monotonic() - self._taken_s, self._loop.queue.num_taken - self._taken_step
@@ -356,6 +395,11 @@ class Snapshot:
         self._wanted = True
         if self._loop.is_between_passes:
             self._take_wanted()
+
+    def end_training(self) -> None:
+        """See `StepWatcher`: take a last snapshot, so that nothing is trained again where the job is started again."""
+        if self._loop.queue.num_taken > self._taken_step:
+            self.save()
 
     # Saving, on rank 0.
 

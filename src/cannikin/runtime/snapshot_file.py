@@ -76,23 +76,50 @@ def list_snapshots(folder: Path) -> list[SnapshotName]:
     return sorted((SnapshotName(int(match[1]), match[2]) for match in matches if match), reverse=True)
 
 
-def newest_of(seen: Sequence[Sequence[SnapshotName]], refused: set[SnapshotName]) -> tuple[SnapshotName, int] | None:
-    """Return the newest snapshot that some rank sees and that has not been refused, and the first rank that sees it.
+def file_id(path: Path) -> str:
+    """Return what tells copies of a file apart, the same for every host that sees the same file in shared storage."""
+    try:
+        status = path.stat()
+    except OSError:
+        return ""
+    return f"{status.st_ino} {status.st_mtime_ns} {status.st_size}"
+
+
+def newest_of(seen: Sequence[Mapping[SnapshotName, str]]) -> tuple[SnapshotName, int] | None:
+    """Return the newest snapshot that some rank sees, and the first rank that sees it.
 
     Args:
-        seen: the snapshots that each rank sees.
-        refused: those that cannot be used.
+        seen: the snapshots that each rank sees, each with its `file_id`.
 
     Example:
         >>> old, new = SnapshotName(1, "a"), SnapshotName(2, "a")
-        >>> newest_of([[old], [old, new]], set()), newest_of([[old], [old, new]], {new})
-        ((SnapshotName(step=2, identity='a'), 1), (SnapshotName(step=1, identity='a'), 0))
+        >>> newest_of([{old: "1 7"}, {old: "1 7", new: "2 8"}])
+        (SnapshotName(step=2, identity='a'), 1)
     """
-    left = {name for names in seen for name in names} - refused
+    left = {name for names in seen for name in names}
     if not left:
         return None
     name = max(left)
     return name, next(rank for rank, names in enumerate(seen) if name in names)
+
+
+def without(
+    seen: Sequence[Mapping[SnapshotName, str]], refused: SnapshotName, owner: int | None
+) -> list[dict[SnapshotName, str]]:
+    """Return the snapshots that each rank sees but for one that cannot be used; another copy of it may be whole.
+
+    Args:
+        seen: see `newest_of`.
+        refused: its name.
+        owner: a rank that sees the file; None for all files of this name.
+
+    Example:
+        >>> new = SnapshotName(2, "a")
+        >>> without([{new: "1 7"}, {new: "1 7"}, {new: "5 9"}], new, 0)
+        [{}, {}, {SnapshotName(step=2, identity='a'): '5 9'}]
+    """
+    file = None if owner is None else seen[owner][refused]
+    return [{name: own for name, own in names.items() if name != refused or own != (file or own)} for names in seen]
 
 
 def superseded(present: Sequence[SnapshotName], good: Sequence[SnapshotName], keep: int) -> list[SnapshotName]:

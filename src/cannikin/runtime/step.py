@@ -57,6 +57,7 @@ class StepInProgress:
     optimizer_start: Any = None
     optimizer_end: Any = None
     synced: bool = False  # the communication hook has run
+    is_through: bool = False  # its gradients came with the first model's own backward, which passed this one
     is_stale: bool = False  # a forward in eval mode came after its backward: gradients now may be that one's
     part_size: int = 0  # samples of the largest part, where the batch is cut into micro-batches
     valid: bool = True

@@ -133,11 +133,26 @@ class Update:
         self.resumed_from: Progress | None = None  # of a saved state, as it was then
         self._device = device
         self._stepped: list[torch.optim.Optimizer] = []  # since progress was counted
+        self._round: set[int] = set()  # ids of the optimizers that have stepped since the pile of gradients was begun
+        self._round_before: set[int] = set()
         self._uncertain: tuple[HostCopy, Worth] | None = None  # whether the last step was skipped
         adams = [o for o in optimizers if _is_one_of(_ADAM_FAMILY, o) and not _is_one_of(_WITHOUT_VARIANCE, o)]
         covered = {id(p) for optimizer in adams for group in optimizer.param_groups for p in group["params"]}
         covers_all = all(id(p) in covered for p in parameters if p.requires_grad)
         self.variance = AdamVariance(adams) if adams and covers_all else None
+
+    def begin_round(self) -> None:
+        """Take note that the first batch comes whose gradients the optimizers' next steps use."""
+        self._round_before, self._round = self._round, set()
+
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take note that this optimizer has stepped."""
+        self._round.add(id(optimizer))
+
+    @property
+    def have_all_stepped(self) -> bool:
+        """Whether every optimizer that stepped in the round before has stepped in this one."""
+        return self._round_before <= self._round
 
     def rates_of(self, optimizer: torch.optim.Optimizer) -> Rates:
         """Return the rates of the optimizer whose hook was called."""
@@ -212,6 +227,21 @@ class Pile:
     def has_gradients(self) -> bool:
         """Whether gradients of some batch are in no weight yet."""
         return bool(self._kept)
+
+    @property
+    def has_own_gradients(self) -> bool:
+        """Whether they came otherwise than with another model's backward, which throws them away."""
+        return any(not step.is_through for step in self._kept)
+
+    def describe(self) -> str:
+        """Say what waits, for people."""
+        batches = "1 batch" if len(self._kept) == 1 else f"{len(self._kept)} batches"
+        return f"the gradients of {batches} since step {self._kept[0].entry.step}"
+
+    def note_backward(self, task: int) -> None:
+        """Take note that this backward, by torch's number, is another model's own, whatever it leaves here."""
+        for step in self._kept:
+            step.is_through = step.is_through or step.task == task
 
     @property
     def waits_for_sync(self) -> bool:
