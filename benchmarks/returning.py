@@ -86,7 +86,8 @@ def train(folder: Path) -> None:
                 optimizer.step()
                 seen = [] if loader.is_padding else index.tolist()
                 plan = model.plan.local_batches if model.plan is not None else ()
-                json.dump({"step": step, "time": time.time(), "epoch": epoch, "seen": seen, "plan": plan}, log)
+                noted = {"step": step, "time": time.time(), "epoch": epoch, "seen": seen, "plan": plan}
+                json.dump({**noted, "host": os.environ["HOST"]}, log)
                 log.write("\n")
                 log.flush()
                 step += 1
@@ -162,12 +163,14 @@ def wait_for_port(port: int) -> None:
 
 
 def wait_for_steps(folder: Path, num_runs: int, num_ranks: int) -> None:
-    """Wait until there have been so many runs, and the last has taken some steps on so many ranks."""
+    """Wait until there have been so many runs, and the last has been at it for some steps and two snapshots' time."""
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
         runs = read_runs(folder)
         if len(runs) >= num_runs and len(runs[-1]["ranks"]) == num_ranks and len(runs[-1]["steps"]) >= NUM_STEPS:
-            return
+            first, *_, last = runs[-1]["steps"]
+            if time_of(runs[-1], last) - time_of(runs[-1], first) > 2 * EVERY_S + 1.0:
+                return
         time.sleep(0.5)
     logs = "\n".join(path.read_text()[-3000:] for path in folder.glob("log-*"))
     raise SystemExit(f"no run {num_runs} on {num_ranks} ranks within {LIMIT_S:.0f} s\n{logs}")
@@ -183,19 +186,29 @@ def read_runs(folder: Path) -> list[dict[str, Any]]:
     return [run for run in runs if run["steps"]]
 
 
+def excess(run: dict[str, Any], step: int) -> float:
+    """Return by how much the known times of a step's split exceed the best split's."""
+    ms_of = [SAMPLE_MS[noted[step]["host"]] for noted in run["ranks"]]
+    taken_ms = max(batch * ms for batch, ms in zip(run["ranks"][0][step]["plan"], ms_of, strict=True))
+    best_ms = min(
+        t for ms in ms_of for t in (ms * k for k in range(TOTAL + 1)) if sum(t // ms for ms in ms_of) >= TOTAL
+    )
+    return taken_ms / best_ms - 1
+
+
 def show(faults: list[str], runs: list[dict[str, Any]], folder: Path) -> None:
     """Print what each fault has cost, and compare the end with one process."""
     load = os.getloadavg()[1]
     print(f"Python {platform.python_version()}, torch {torch.__version__}, gloo; load of this machine {load:.0f}\n")
-    print("| | ranks before, after | seconds without a step | steps taken again | first split after |")
-    print("|---|---|---|---|---|")
+    print("| | ranks before, after | seconds without a step | steps taken again | first split after | over the best |")
+    print("|---|---|---|---|---|---|")
     assert len(runs) == len(faults) + 1, f"{len(runs)} runs"
     for name, before, after in zip(faults, runs, runs[1:], strict=False):
         last, first = before["steps"][-1], after["steps"][0]
         gap_s = time_of(after, first) - time_of(before, last)
-        split = after["ranks"][0][first]["plan"]
         print(
-            f"| {name} | {len(before['ranks'])}, {len(after['ranks'])} | {gap_s:.1f} | {last + 1 - first} | {split} |"
+            f"| {name} | {len(before['ranks'])}, {len(after['ranks'])} | {gap_s:.1f} | {last + 1 - first} | "
+            f"{', '.join(map(str, after['ranks'][0][first]['plan']))} | {excess(after, first):+.0%} |"
         )
     name = list_snapshots(folder / "snapshots")[0]
     ends = [run["steps"][0] for run in runs[1:]] + [name.step]
