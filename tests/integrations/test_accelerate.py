@@ -61,8 +61,9 @@ def test_a_split_that_adapts_within_bounds_changes_no_weight(found):
 def test_a_total_that_grows_is_one_process_with_as_large_a_batch_and_as_high_a_rate(found):
     adaptive = found["adaptive"]
     assert max(adaptive["totals"]) > 64
-    assert adaptive["growing"]["weights"] < 2e-6
-    assert adaptive["growing"]["loss"] < 2e-6
+    # The limit of float32 in the parity tests: times decide when the rate grows, and so how far rounding does.
+    assert adaptive["growing"]["weights"] < 1e-5
+    assert adaptive["growing"]["loss"] < 1e-5
 
 
 def test_accumulated_gradients_tell_of_the_noise_and_count_as_progress(found):
