@@ -61,8 +61,9 @@ def test_a_split_that_adapts_within_bounds_changes_no_weight(found):
 def test_a_total_that_grows_is_one_process_with_as_large_a_batch_and_as_high_a_rate(found):
     adaptive = found["adaptive"]
     assert max(adaptive["totals"]) > 64
-    # The limit of float32 in the parity tests: times decide when the rate grows, and so how far rounding does.
-    assert adaptive["growing"]["weights"] < 1e-5
+    # Losses were 3.8e-6 off in one run and 2e-7 in others, which is not explained: in 28 such schedules float32 was
+    # within 1.7e-7 of float64. Until it is, the limit of losses is wider than the 2e-6 of all else here.
+    assert adaptive["growing"]["weights"] < 2e-6
     assert adaptive["growing"]["loss"] < 1e-5
 
 
